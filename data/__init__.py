@@ -1,0 +1,1 @@
+"""Documents -> tokens -> instances -> order -> batches, and the receipt that proves it. Imports infra only."""

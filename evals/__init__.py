@@ -1,0 +1,1 @@
+"""How a reproduction is judged: reference run, parity, surfaces, statistics, verdict, report."""

@@ -1,0 +1,63 @@
+"""Recipe sections of the judgement: the reference, parity, surfaces and bounds."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from infra.section import Section
+from model.config import HistoryConfig, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+
+EIGHT_TASKS = (
+    "arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "sciq", "winogrande",
+)  # fmt: skip
+
+
+class ReferenceConfig(Section):
+    """What the reference trained, stated apart from what we train.
+
+    `olmo_core_local` runs OLMo-core's own trainer on CPU on the same token files. The fields repeat the
+    recipe's on purpose: an override of `model.rope_theta` changes our side only, and the report lists it.
+    """
+
+    kind: Literal["olmo_core_local", "published"] = "olmo_core_local"
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig
+    history: HistoryConfig
+    threads: int = Field(2, ge=1)
+    micro_batch_instances: int = Field(2, ge=1)
+    published: str = Field("", description="hub name and revision pattern of published checkpoints")
+
+
+class ParityConfig(Section):
+    """Logit parity in fp32: same weights, two implementations."""
+
+    prompts: int = Field(2, ge=1)
+    prompt_tokens: int = Field(0, ge=0, description="0: the sequence length; must exceed the window")
+    max_logit_difference: float = Field(2e-5, gt=0)
+    max_kl: float = Field(1e-9, gt=0)
+    max_ce_difference: float = Field(2e-5, gt=0, description="per training step, nat")
+
+
+class BoundsConfig(Section):
+    """Equivalence bounds of the verdict, per surface: the interval of the difference must lie inside."""
+
+    heldout_loss: float = Field(0.01, gt=0, description="nat per prediction")
+    domain_loss: float = Field(0.01, gt=0, description="nat per prediction, every domain")
+    macro_accuracy: float = Field(0.005, gt=0)
+    token_kl: float = Field(1.5e-3, gt=0, description="nat per prediction")
+    alpha: float = Field(0.05, gt=0, lt=0.5)
+    bootstrap: int = Field(2000, ge=200)
+    seed: int = 0
+
+
+class EvalConfig(Section):
+    """The four surfaces."""
+
+    heldout_documents: int = Field(32, ge=2, description="per domain")
+    context: int = Field(0, ge=0, description="tokens; 0: the training sequence length")
+    tasks: tuple[str, ...] = EIGHT_TASKS
+    items_per_task: int = Field(100, ge=1)
+    batch_tokens: int = Field(8192, ge=1)
+    bounds: BoundsConfig = BoundsConfig()

@@ -1,0 +1,1 @@
+"""Where a run executes and where its files lie. Imports nothing else of ours."""

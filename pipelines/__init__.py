@@ -1,0 +1,1 @@
+"""What runs, in which order: recipes, stages, Prefect flows, and the `repro` command."""

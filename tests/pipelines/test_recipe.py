@@ -1,0 +1,81 @@
+"""Recipes: every shipped one resolves, every wrong override is named, and the 7B is the published history."""
+
+import pytest
+
+from infra.errors import RecipeError
+from model.config import LayerKind
+from pipelines.recipe import field_lines, load_recipe, recipe_names
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_resolve_and_declare_no_difference(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.declared_differences() == []
+    assert len(recipe.train.landmark_steps) == 6
+
+
+def test_unknown_recipe_lists_the_known():
+    with pytest.raises(RecipeError, match=r"unknown recipe 'tinny'(.|\n)*olmo3_7b_stage1"):
+        load_recipe("tinny")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.rope_thta=1", r"unknown field 'model.rope_thta'(.|\n)*rope_theta"),
+        ("nothing=1", r"unknown field 'nothing'(.|\n)*tokenizer"),
+        ("train.steps.x=1", "single value"),
+        ("schedule.parts.7.peak=1", "has no '7'"),
+        ("train.steps", "not of the form"),
+        ("train.steps=0", "train.steps"),
+        ("train.steps=many", "train.steps"),
+        ("train.landmarks=[200]", r"\[200\] lie beyond the last step, train.steps = 96"),
+        ("train.landmarks=[8,4]", "increasing"),
+        ("model.n_kv_heads=3", "multiple"),
+        ("model.head_dim=15", "even"),
+        ("train.micro_batch_instances=3", "does not divide"),
+        ("loss.reference_ranks=3", "does not divide"),
+        ("parity.prompt_tokens=64", "never leave the reference's window"),
+        ("data.max_sequence_length=300", "multiple"),
+        ("optimizer.skip_step.nan_policy=ignore", "nan_policy"),
+        ("corpus.kind=files", "corpus.sources"),
+    ],
+)
+def test_wrong_overrides_are_named(override, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("tiny", [override])
+
+
+def test_override_touches_our_side_only():
+    recipe = load_recipe("tiny", ["model.rope_theta=10000", "train.steps=40"])
+    assert recipe.model.rope_theta == 10000.0
+    assert recipe.reference.model.rope_theta == 500000.0
+    assert recipe.declared_differences() == ["model.rope_theta (500000.0 -> 10000.0)"]
+    assert recipe.train.landmark_steps == (7, 13, 20, 27, 33, 40)
+
+
+def test_recipes_print_every_field():
+    lines = field_lines(load_recipe("tiny"))
+    assert "model.rope_theta = 500000.0" in lines
+    assert "schedule.parts.0.until = 24" in lines
+
+
+def test_7b_is_the_published_history():
+    """Sheet sections 4.2 and 1.1; tokens from the checkpoint list."""
+    recipe = load_recipe("olmo3_7b_stage1")
+    assert recipe.data.global_batch_tokens == 4_194_304
+    assert recipe.train.steps * recipe.data.global_batch_tokens == 5_929_965_715_456
+    first, second = recipe.schedule.parts
+    assert (first.horizon, second.horizon) == (-(-5 * 10**12 // 2**22), -(-7 * 10**12 // 2**22))
+    assert second.warmup == 1192092 // 2 + 1000
+    assert not recipe.data.filter.enabled
+    full = [i for i, kind in enumerate(recipe.model.layer_kinds) if kind is LayerKind.FULL]
+    assert full == list(range(3, 32, 4))
+
+
+def test_190m_filters_and_stops_at_one_chinchilla():
+    recipe = load_recipe("olmo3_190m")
+    assert recipe.data.filter.enabled
+    assert recipe.data.global_batch_tokens == 2**19
+    assert recipe.train.steps == -(-20 * 190_354_176 // 2**19)
