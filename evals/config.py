@@ -60,4 +60,6 @@ class EvalConfig(Section):
     tasks: tuple[str, ...] = EIGHT_TASKS
     items_per_task: int = Field(100, ge=1)
     batch_tokens: int = Field(8192, ge=1)
+    loss_domain: str = Field("", description="domain of the held-out loss; empty: all documents pooled")
+    max_cut_share: float = Field(0.25, ge=0, le=1, description="share of a task's requests that may be cut")
     bounds: BoundsConfig = BoundsConfig()

@@ -120,8 +120,8 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> "ScheduleConfig":
-        ends = [p.until for p in self.parts[:-1]]
-        if None in ends or ends != sorted(set(ends)):
+        ends = [p.until or 0 for p in self.parts[:-1]]
+        if 0 in ends or ends != sorted(set(ends)):
             raise ValueError("schedule.parts: every part but the last needs an increasing `until`")
         return self
 

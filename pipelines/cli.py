@@ -12,6 +12,7 @@ so `repro --help` and `repro status` are instant.
 
 import argparse
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -62,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu" if not _has_accelerator() else "")
     args = parser().parse_args(argv)
+    _quiet(args.debug)
     try:
         return _dispatch(args)
     except KeyboardInterrupt:
@@ -93,8 +94,16 @@ _OS_REMEDIES = {
 }
 
 
-def _has_accelerator() -> bool:
-    return any(Path(p).exists() for p in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0"))
+def _quiet(debug: bool) -> None:
+    """Our own progress lines are what is shown; libraries speak only of errors. Nothing looks for a network."""
+    if not any(Path(p).exists() for p in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0")):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not debug:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        logging.getLogger().setLevel(logging.ERROR)
 
 
 def _dispatch(args: argparse.Namespace) -> int:

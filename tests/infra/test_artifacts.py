@@ -68,7 +68,7 @@ def test_nan_is_not_written(tmp_path):
 
 def test_broken_json_is_named(tmp_path):
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(IdentityError, match="x.json"):
+    with pytest.raises(IdentityError, match=r"x\.json"):
         read_json(tmp_path / "x.json")
 
 

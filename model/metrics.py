@@ -1,0 +1,57 @@
+"""`train/metrics.jsonl`: one line per step, flushed, and cut back to the resumed step on restart.
+
+A value that is not finite is written as null and the line carries `"nonfinite": true`, since JSON has no NaN.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from infra.artifacts import write_bytes_atomic
+from infra.errors import IdentityError
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines; a half-written last line is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def truncate(path: Path, step: int) -> None:
+    """Keep exactly the lines of steps 1..step. A gap among them is an error."""
+    kept = [m for m in read_metrics(path) if m["step"] <= step]
+    steps = [m["step"] for m in kept]
+    if steps != list(range(1, step + 1)):
+        raise IdentityError(
+            f"{path} does not hold each of the steps 1..{step} once",
+            "the log was edited or belongs to another run; start over with FRESH=1",
+        )
+    text = "".join(json.dumps(m) + "\n" for m in kept)
+    if step or path.exists():
+        write_bytes_atomic(path, text.encode())
+
+
+class MetricsLog:
+    """Appends lines to the log. Floats keep all digits."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = open(path, "a")  # noqa: SIM115
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record and flush it."""
+        bad = [k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
+        if bad:
+            record = {**record, **dict.fromkeys(bad), "nonfinite": True}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

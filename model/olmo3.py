@@ -1,0 +1,196 @@
+"""OLMo 3 in flax: reordered norm, QK-norm over the whole width, sliding and full layers, untied head.
+
+Layers are scanned in blocks of one pattern (3 sliding + 1 full), so that 7B compiles like 4 layers. Weights are
+torch's `[out, in]`. The surprising thing: the input of attention and MLP is NOT normalised; their outputs are.
+Forward pass: sheet section 1.2; precision: 1.7. Source: `allenai/OLMo-core` @ fa6c5014c, `nn/transformer/block.py`.
+
+Axis letters: B batch, S sequence, D d_model, H heads, N key heads, K head width, F d_ff, V padded vocabulary.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from model import layout, rope
+from model.attention import attention, choose_backend
+from model.config import LayerKind, ModelConfig, NumericsConfig
+from model.sharding import constrain_batch
+
+Params = dict[str, Any]
+
+
+def compute_dtype(numerics: NumericsConfig) -> Any:
+    """dtype of parameters and activations inside the forward pass."""
+    return jnp.float32 if numerics.mode == "fp32" else jnp.bfloat16
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] @ weight [out, in]^T -> [..., out] in x's dtype; float32 stays float32 on every platform."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis: float32 inside, times the gain in float32, cast back last.
+
+    The gain is first rounded to x's dtype, as the reference's bf16 copy of the parameters does.
+    """
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * gain.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """RoPE in float32 with half-split pairs (j, j+K/2). x [B,S,H,K], cos and sin [S,K/2]."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _normal(std: float) -> Any:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return std * jax.random.truncated_normal(key, -3.0, 3.0, shape, dtype)
+
+    return init
+
+
+class Layer(nn.Module):
+    """One transformer block of `kind`. x [B,S,D] -> [B,S,D]."""
+
+    cfg: ModelConfig
+    numerics: NumericsConfig
+    kind: LayerKind
+    mesh: Mesh | None = None
+
+    def parameters(self) -> dict[str, jax.Array]:
+        sizes = layout.axis_sizes(self.cfg)
+        out = {}
+        for name, axes in layout.LAYER_PARAMS.items():
+            init = nn.initializers.ones if len(axes) == 1 else _normal(self.cfg.init_std)
+            out[name] = self.param(name, init, tuple(sizes[a] for a in axes), jnp.float32)
+        return out
+
+    @nn.compact
+    def __call__(self, x: jax.Array, docs: jax.Array | None) -> jax.Array:
+        p = {k: v.astype(x.dtype) for k, v in self.parameters().items()}
+        cfg, eps = self.cfg, self.cfg.norm_eps
+        x = constrain_batch(x, self.mesh)
+        branch = attention_branch(x, p, cfg, self.kind, docs, self.numerics.attention, self.mesh)
+        x = x + rms_norm(branch, p["attention_norm"], eps)
+        x = x + rms_norm(mlp(x, p), p["feed_forward_norm"], eps)
+        return constrain_batch(x, self.mesh)
+
+
+def attention_branch(
+    x: jax.Array,
+    p: Params,
+    cfg: ModelConfig,
+    kind: LayerKind,
+    docs: jax.Array | None = None,
+    backend: str = "auto",
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Projections, QK-norm over the whole width, RoPE, attention, output projection. x [B,S,D] -> [B,S,D]."""
+    B, S, _ = x.shape
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    chosen = choose_backend(backend, platform, docs is not None)
+    q = rms_norm(linear(x, p["w_q"]), p["q_norm"], cfg.norm_eps).reshape(B, S, cfg.n_heads, cfg.head_dim)
+    k = rms_norm(linear(x, p["w_k"]), p["k_norm"], cfg.norm_eps).reshape(B, S, cfg.n_kv_heads, cfg.head_dim)
+    v = linear(x, p["w_v"]).reshape(B, S, cfg.n_kv_heads, cfg.head_dim)
+    cos, sin = rope.tables(cfg, kind, S)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    window = cfg.window if kind == LayerKind.SLIDING else None
+    out = attention(q, k, v, window=window, doc_ids=docs, backend=chosen, mesh=mesh)
+    return linear(out.reshape(B, S, -1), p["w_out"])
+
+
+def mlp(x: jax.Array, p: Params) -> jax.Array:
+    """W2(silu(W1 x) * W3 x)."""
+    return linear(jax.nn.silu(linear(x, p["w1"])) * linear(x, p["w3"]), p["w2"])
+
+
+def remat_layer(policy: str) -> Any:
+    """`Layer` under the named rematerialisation policy.
+
+    none: keep everything. dots: keep matrix products. block: keep each layer's input. full: keep only the input of
+    each pattern block (its layers are recomputed one by one).
+    """
+    if policy == "none":
+        return Layer
+    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+    return nn.remat(Layer, policy=keep, prevent_cse=False)
+
+
+class Block(nn.Module):
+    """One repeat of the layer pattern, or the tail after the last whole repeat."""
+
+    cfg: ModelConfig
+    numerics: NumericsConfig
+    kinds: tuple[LayerKind, ...]
+    mesh: Mesh | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, docs: jax.Array | None) -> tuple[jax.Array, None]:
+        layer = remat_layer(self.numerics.remat)
+        for j, kind in enumerate(self.kinds):
+            x = layer(self.cfg, self.numerics, kind, self.mesh, name=f"layer_{j}")(x, docs)
+        return x, None
+
+
+class Olmo3(nn.Module):
+    """tokens int32[B,S] -> final-normed hidden states [B,S,D] in the compute dtype. The head is applied elsewhere."""
+
+    cfg: ModelConfig
+    numerics: NumericsConfig
+    mesh: Mesh | None = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, docs: jax.Array | None = None) -> jax.Array:
+        cfg, dtype = self.cfg, compute_dtype(self.numerics)
+        kinds, repeats, tail = layout.pattern(cfg)
+        shape = (cfg.padded_vocab_size, cfg.d_model)
+        table = self.param("embeddings", _normal(cfg.init_std), shape, jnp.float32)
+        self.param("lm_head", _normal(cfg.init_std), shape, jnp.float32)
+        gain = self.param("final_norm", nn.initializers.ones, (cfg.d_model,), jnp.float32)
+        x = constrain_batch(table[tokens].astype(dtype), self.mesh)
+        block = nn.remat(Block, prevent_cse=False) if self.numerics.remat == "full" else Block
+        if repeats:
+            scanned = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=repeats,
+            )
+            x, _ = scanned(cfg, self.numerics, kinds, self.mesh, name="blocks")(x, docs)
+        if tail:
+            x, _ = block(cfg, self.numerics, tail, self.mesh, name="tail")(x, docs)
+        return rms_norm(x, gain, cfg.norm_eps)
+
+
+def abstract_params(cfg: ModelConfig) -> Params:
+    """Tree of float32 ShapeDtypeStructs, from the layout table alone (milliseconds for 32B)."""
+    return layout.map_axes(lambda path, axes, shape: jax.ShapeDtypeStruct(shape, jnp.float32), cfg)
+
+
+def apply_hidden(
+    params: Params,
+    cfg: ModelConfig,
+    numerics: NumericsConfig,
+    tokens: jax.Array,
+    doc_ids: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Final-normed hidden states [B,S,D] of tokens int32[B,S]; doc_ids int32[B,S] restricts attention."""
+    return Olmo3(cfg, numerics, mesh).apply({"params": params}, tokens, doc_ids)
+
+
+def logits(
+    params: Params, cfg: ModelConfig, numerics: NumericsConfig, tokens: jax.Array, doc_ids: jax.Array | None = None
+) -> jax.Array:
+    """float32[B,S,V] over the padded vocabulary; in `mixed` they are rounded to bf16 first, as the reference's are."""
+    hidden = apply_hidden(params, cfg, numerics, tokens, doc_ids)
+    return linear(hidden, params["lm_head"]).astype(jnp.float32)

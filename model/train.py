@@ -1,0 +1,294 @@
+"""The training loop: `python -m model.train --run RUN_DIR`.
+
+Reads RUN_DIR/recipe.json, the step-0 weights of RUN_DIR/init/hf, tokens and order; writes RUN_DIR/train/metrics.jsonl
+and RUN_DIR/checkpoints/. Started again, it goes on from the newest whole checkpoint, bit for bit on the same mesh.
+SIGTERM saves and ends with status 75. The number of threads comes from the environment.
+
+The surprising thing: the log of a step is fetched one step late, so the device never waits for the host; before a
+checkpoint the log is brought up to date, so every checkpoint has its lines.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from data.config import DataConfig
+from infra.artifacts import canonical, differences, fingerprint, read_json
+from infra.errors import IdentityError, RecipeError, ReproError
+from infra.lease import Lease
+from infra.owner import watch_owner
+from infra.progress import Progress
+from model import checkpoint, sharding, step as step_lib
+from model.config import (
+    HistoryConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from model.metrics import MetricsLog, truncate
+from model.schedule import learning_rate
+
+PREEMPTED = 75  # EX_TEMPFAIL: saved, start again
+TAKEOVER_SECONDS = 60.0  # a trainer whose launcher was killed needs this long at most to save and end
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """What one training run needs. `run` is the run directory."""
+
+    run: Path
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig
+    history: HistoryConfig
+    numerics: NumericsConfig
+    mesh: MeshConfig
+    train: TrainConfig
+
+    @classmethod
+    def from_run(cls, run: str | Path) -> "TrainSpec":
+        """The spec in RUN/recipe.json; other sections of the recipe are not looked at."""
+        run = Path(run)
+        recipe = read_json(run / "recipe.json")
+        sections: dict[str, Any] = {}
+        for field in dataclasses.fields(cls)[1:]:
+            if field.name not in recipe:
+                raise RecipeError(f"{run}/recipe.json has no section {field.name!r}", "write the recipe again")
+            try:
+                sections[field.name] = field.type.model_validate(recipe[field.name])  # type: ignore[union-attr]
+            except ValueError as e:
+                raise RecipeError(f"{run}/recipe.json, section {field.name}: {e}", "fix the field") from None
+        return cls(run, **sections)
+
+    def step_spec(self) -> step_lib.StepSpec:
+        """The part the compiled step depends on."""
+        mesh = sharding.make_mesh(self.mesh)
+        micro = self.train.micro_batch_instances
+        return step_lib.StepSpec(self.model, self.optimizer, self.loss, self.numerics, mesh, micro)
+
+    def identity(self, index_digest: str, order_digest: str) -> dict[str, Any]:
+        """What a checkpoint must share with the run that goes on from it. Mesh, length and prefetch may change."""
+        data = self.data.model_dump(mode="json", exclude={"workers", "prefetch"})
+        sections = {n: getattr(self, n) for n in ("model", "optimizer", "schedule", "loss", "history")}
+        numerics = self.numerics.model_dump(mode="json", include={"mode"})
+        return canonical(
+            {**sections, "data": data, "numerics": numerics, "index": index_digest, "order": order_digest}
+        )
+
+
+class Preempted(Exception):
+    """SIGTERM arrived; the state is saved."""
+
+
+class Trainer:
+    """One run of the loop. Split in methods so that each can be read alone."""
+
+    def __init__(self, spec: TrainSpec):
+        from data.index import InstanceIndex
+        from data.masks import open_mask
+        from data.order import describe_order, open_order
+
+        self.spec, self.step_spec = spec, spec.step_spec()
+        run, data = spec.run, spec.data
+        self.index = InstanceIndex.from_manifest(
+            run / "tokens" / "train", data.sequence_length, data.chunk, verify="sampled"
+        )
+        if data.filter.enabled:
+            self.index.set_mask(open_mask(run / "order", self.index, data.filter))
+        self.order = open_order(
+            run / "order", n_instances=self.index.n_instances, index_digest=self.index.digest
+        )
+        self.index.require(data.global_batch_instances, spec.train.steps)
+        self.identity = spec.identity(self.index.digest, fingerprint(canonical(describe_order(run / "order"))))
+        self.root = run / "checkpoints"
+        self.stop = False
+
+    def start(self) -> tuple[int, Any, Any]:
+        """(steps done, state, receipt): from the newest whole checkpoint, or from the step-0 weights."""
+        from data.receipt import Receipt
+
+        step, skipped = checkpoint.latest_committed(self.root)
+        for name, why in skipped:
+            print(f"passing over {self.root / name}: {why}", file=sys.stderr)
+        if step is None:
+            from model.convert.hf import import_hf
+
+            # The weights are the reference's by design; whether the models are equal is the parity gate's question.
+            params = import_hf(self.spec.run / "init" / "hf", self.spec.model, same_architecture=False)
+            return 0, step_lib.new_state(self.step_spec, params, self.spec.history), Receipt()
+        meta = checkpoint.read_meta(self.root, step)
+        wrong = differences(meta["identity"], self.identity)
+        if wrong:
+            raise IdentityError(
+                f"checkpoint step{step} in {self.root} was made by another recipe; different: {', '.join(wrong[:6])}",
+                "FRESH=1 starts over; RUN_DIR=... keeps both",
+            )
+        abstract = step_lib.abstract_state(self.step_spec)
+        state, meta = checkpoint.restore(self.root, step, abstract, verify=False)  # verified just above
+        receipt = Receipt.from_json(meta["receipt"])
+        if not step == int(state["step"]) == receipt.step == meta["position"]["step"]:
+            raise IdentityError(f"step{step} in {self.root}: its parts stand at different steps", "delete it by hand")
+        print(f"resuming from {checkpoint.step_dir(self.root, step)}", file=sys.stderr)
+        return step, state, receipt
+
+    def meta(self, step: int, receipt: Any) -> dict[str, Any]:
+        """The record beside the arrays of a checkpoint."""
+        spec = self.spec
+        return {
+            "position": {"step": step, "tokens_seen": step * spec.data.global_batch_tokens},
+            "receipt": receipt.to_json(),
+            "model": spec.model.model_dump(mode="json"),
+            "identity": self.identity,
+            "fingerprint": fingerprint(self.identity),
+            "mesh": dict(self.step_spec.mesh.shape),
+            "layout": "pattern-scan-v1",
+        }
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; returns a summary."""
+        spec, train = self.spec, self.spec.train
+        done, state, receipt = self.start()
+        log_path = spec.run / "train" / "metrics.jsonl"
+        truncate(log_path, done)
+        summary = {"resumed_from": done, "steps": train.steps, "seconds": 0.0, "skipped_steps": 0}
+        if done >= train.steps:
+            return {**summary, "receipt": receipt.hexdigest()}
+        rows, length = spec.data.global_batch_instances, spec.data.sequence_length
+        begun = time.monotonic()
+        program = (
+            step_lib.jit_step(self.step_spec)
+            .lower(step_lib.abstract_state(self.step_spec), step_lib.abstract_batch(self.step_spec, rows, length))
+            .compile()
+        )
+        summary["compile_seconds"] = time.monotonic() - begun
+        log, progress = MetricsLog(log_path), Progress("train", train.steps, "steps")
+        landmarks = set(train.landmark_steps)
+        pending: dict[str, Any] | None = None
+        with checkpoint.Saver(self.root, landmarks, train.keep_last) as saver, contextlib.closing(log):
+            saver.prepare(step_lib.abstract_state(self.step_spec))
+            clock = time.monotonic()
+
+            def flush(record: dict[str, Any] | None) -> None:
+                nonlocal clock
+                if record is None:
+                    return
+                values = {k: float(v) for k, v in jax.device_get(record.pop("device")).items()}
+                now = time.monotonic()
+                record = {"step": record.pop("step"), **values, **record}
+                record["tokens_per_second"] = spec.data.global_batch_tokens / max(now - clock, 1e-9)
+                clock = now
+                summary["skipped_steps"] += int(values["skipped"])
+                log.write(record)
+                skipped = "  SKIPPED" if values["skipped"] else ""
+                progress.update(record["step"], f"CE {values['ce']:.4f}{skipped}")
+
+            with jax.transfer_guard("disallow"):
+                for batch, placed in self.feed(done + 1, train.steps):
+                    saver.check()
+                    state, device_metrics = program(state, placed)
+                    flush(pending)
+                    receipt.update(batch.step, batch.ids, batch.tokens)
+                    pending = {
+                        "step": batch.step,
+                        "device": device_metrics,
+                        "lr": learning_rate(spec.schedule, batch.step),
+                        "receipt": receipt.hexdigest(),
+                        "tokens_seen": batch.step * spec.data.global_batch_tokens,
+                    }
+                    at = batch.step
+                    if at in landmarks or at % train.checkpoint_every == 0 or at == train.steps or self.stop:
+                        flush(pending)
+                        pending = None
+                        saver.save(at, state, self.meta(at, receipt))
+                    if self.stop and at < train.steps:
+                        saver.wait()
+                        raise Preempted(f"SIGTERM: saved step {at}, start again to go on")
+        summary["seconds"] = time.monotonic() - begun
+        progress.finish(f"{train.steps} steps, receipt {receipt.hexdigest()[:12]}")
+        return {**summary, "receipt": receipt.hexdigest()}
+
+    def feed(self, first: int, last: int) -> Iterator[tuple[Any, Any]]:
+        """(batch, its arrays on the devices) of each step; the transfer of the next one overlaps the step."""
+        from data.loader import batches
+
+        spec = self.spec
+        hosts, host = jax.process_count(), jax.process_index()
+        where = step_lib.batch_shardings(self.step_spec)
+
+        def place(batch: Any) -> Any:
+            numbers = step_lib.control(spec.schedule, spec.optimizer, spec.history, batch.step)
+            arrays = step_lib.host_batch(batch.tokens, batch.instance_mask, numbers)
+            arrays["position"] = (host + hosts * np.arange(len(batch.ids))).astype(np.int32)
+            if hosts == 1:
+                return jax.device_put(arrays, where)
+            return {k: jax.make_array_from_process_local_data(where[k], v) for k, v in arrays.items()}
+
+        ahead = None
+        for batch in batches(self.index, self.order, spec.data, first, last, host, hosts):
+            current, ahead = ahead, (batch, place(batch))
+            if current is not None:
+                yield current
+        if ahead is not None:
+            yield ahead
+
+
+def train(spec: TrainSpec) -> dict[str, Any]:
+    """Run the loop under the lease of the run's training directory; returns a summary.
+
+    Raises Preempted after SIGTERM, ReproError for anything the user can fix.
+    """
+    with Lease(spec.run / ".lease.train", "training", wait_seconds=TAKEOVER_SECONDS):
+        trainer = Trainer(spec)
+
+        def on_sigterm(signum: int, frame: Any) -> None:
+            trainer.stop = True
+
+        before = signal.signal(signal.SIGTERM, on_sigterm)
+        try:
+            return trainer.run()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the training process."""
+    parser = argparse.ArgumentParser(description="Train the recipe of a run directory.")
+    parser.add_argument("--run", required=True, help="run directory with recipe.json")
+    parser.add_argument("--distributed", action="store_true", help="call jax.distributed.initialize() first")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
+    args = parser.parse_args(argv)
+    try:
+        watch_owner()
+        if args.distributed:
+            jax.distributed.initialize()
+        summary = train(TrainSpec.from_run(args.run))
+    except Preempted as e:
+        print(e, file=sys.stderr)
+        return PREEMPTED
+    except ReproError as e:
+        if args.debug:
+            traceback.print_exc()
+        print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    print(f"trained {summary['steps']} steps, {summary['skipped_steps']} skipped, receipt {summary['receipt']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The work of each stage: plain functions (recipe, run directory) -> files. No Prefect, no records here.
+
+Heavy imports happen inside, so that a stage pays only for what it uses. The surprising thing: training never
+happens in this process; `train` launches `python -m model.train` through XManager and only watches it.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra.artifacts import read_json, write_json_atomic
+from infra.errors import LaunchError, ParityError, RecipeError
+from infra.progress import Progress
+
+if TYPE_CHECKING:
+    from data.index import InstanceIndex
+    from pipelines.recipe import Recipe
+
+PREEMPTED = 75
+
+
+def tokenize(recipe: "Recipe", run: Path) -> None:
+    """Documents -> corpus/ and tokens/{train,heldout}/."""
+    from data.corpus import build_corpus, corpus_sources
+    from data.tokenize_job import tokenize as run_job
+
+    _only_local(recipe)
+    described = build_corpus(recipe.corpus, run / "corpus")
+    for side in ("train", "heldout"):
+        run_job(
+            corpus_sources(run / "corpus", described, side),
+            run / "tokens" / side,
+            recipe.tokenizer,
+            sequence_length=recipe.data.sequence_length,
+            filter=recipe.data.filter if side == "train" else None,
+            max_document_mb=recipe.corpus.max_document_mb,
+        )
+
+
+def order(recipe: "Recipe", run: Path) -> None:
+    """tokens/train/ -> order/: the global order of one epoch, tied to the index's content."""
+    from data.order import write_order
+
+    index = train_index(recipe, run, verify="full")
+    index.require(recipe.data.global_batch_instances, recipe.train.steps)
+    write_order(
+        run / "order",
+        index.n_instances,
+        seed=recipe.data.seed,
+        epoch=recipe.data.epoch,
+        chunk=recipe.data.chunk,
+        index_digest=index.digest,
+    )
+
+
+def init(recipe: "Recipe", run: Path) -> None:
+    """init/hf/: step-0 weights drawn by the reference implementation."""
+    from evals.reference.init_weights import write_init
+
+    _only_local(recipe)
+    write_init(recipe.reference.model, run / "init" / "hf", context_length=recipe.data.sequence_length)
+
+
+def gate(recipe: "Recipe", run: Path) -> None:
+    """parity/step0.json: are the logits of the step-0 weights equal in both implementations?"""
+    from evals.parity import logit_parity
+    from model.convert.hf import import_hf
+
+    weights = run / "init" / "hf"
+    params = import_hf(weights, recipe.model, same_architecture=False)
+    write_json_atomic(run / "parity" / "step0.json", logit_parity(weights, params, recipe.model, **_prompts(recipe, run)))
+
+
+def reference(recipe: "Recipe", run: Path) -> None:
+    """reference/: OLMo-core's own trainer on the same token files."""
+    from evals.reference.runner import run_reference
+    from evals.reference.spec import ReferenceSpec
+
+    _only_local(recipe)
+    index = train_index(recipe, run, verify="full")
+    spec = ReferenceSpec.from_sections(
+        reference=recipe.reference,
+        data=recipe.data,
+        tokenizer=recipe.tokenizer,
+        train=recipe.train,
+        token_files=[shard.path for shard in index.shards],
+        out=run / "reference",
+    )
+    run_reference(spec)
+
+
+def train(recipe: "Recipe", run: Path) -> None:
+    """checkpoints/ and train/: our run, as its own process through XManager's local executor."""
+    from infra.launch.local import run_module
+
+    if recipe.launch.target != "local":
+        raise RecipeError(
+            f"launch.target is {recipe.launch.target!r}, and this stage trains on this machine",
+            "use `repro launch` for a slice, or set launch.target=local",
+        )
+    if not read_json(run / "parity" / "step0.json")["ok"]:
+        raise ParityError(
+            "the step-0 weights do not give equal logits in both implementations; training is not started",
+            f"see {run / 'parity' / 'step0.json'}",
+        )
+    threads = str(recipe.launch.threads)
+    code = run_module(
+        "model.train",
+        ["--run", str(run)],
+        name="train",
+        log_dir=run / "logs",
+        state_dir=run / ".xmanager",
+        env={"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu"},
+        accept=(0, PREEMPTED),
+    )
+    if code == PREEMPTED:
+        raise LaunchError("training was preempted; its state is saved", "run the same command again: it continues")
+
+
+def convert(recipe: "Recipe", run: Path) -> None:
+    """hf/step<k>/: every landmark as HF safetensors, fp32, padding kept for parity."""
+    from model.checkpoint import restore_params
+    from model.convert.hf import export_hf
+
+    progress = Progress("convert", len(recipe.train.landmark_steps), "landmarks")
+    for done, step in enumerate(recipe.train.landmark_steps):
+        params, model = restore_params(run / "checkpoints", step)
+        export_hf(
+            params,
+            model,
+            run / "hf" / f"step{step}",
+            context_length=recipe.data.sequence_length,
+            keep_padding=True,
+            eos_id=recipe.tokenizer.eos_id,
+            pad_id=recipe.tokenizer.pad_id,
+        )
+        progress.update(done + 1)
+
+
+def parity(recipe: "Recipe", run: Path) -> None:
+    """parity/step<k>.json: exports against our checkpoints; parity/training.json: step by step."""
+    from evals.parity import logit_parity, training_parity
+    from model.checkpoint import restore_params
+
+    prompts = _prompts(recipe, run)
+    steps = recipe.train.landmark_steps
+    progress = Progress("parity", len(steps), "landmarks")
+    for done, step in enumerate(steps):
+        params, model = restore_params(run / "checkpoints", step)
+        result = logit_parity(run / "hf" / f"step{step}", params, model, **prompts)
+        write_json_atomic(run / "parity" / f"step{step}.json", result)
+        progress.update(done + 1, f"max |dlogit| {result['max']:.1e}")
+    compared = training_parity(
+        run / "reference" / "metrics.jsonl", run / "train" / "metrics.jsonl", recipe.parity, landmarks=steps
+    )
+    write_json_atomic(run / "parity" / "training.json", compared)
+
+
+def evaluate(recipe: "Recipe", run: Path) -> None:
+    """evals/step<k>/: four surfaces for both sides at every landmark."""
+    from evals.evaluate import evaluate_run
+
+    evaluate_run(run, cache=run / ".cache" / "evals")
+
+
+def report(recipe: "Recipe", run: Path) -> None:
+    """report/: verdict.json, index.html, report.md, report.json from whatever stands."""
+    from evals.report.build import build
+
+    build(run)
+
+
+def train_index(recipe: "Recipe", run: Path, verify: str = "sampled") -> "InstanceIndex":
+    """The index of the run's training tokens, with its repetition mask if the filter is on."""
+    from data.index import InstanceIndex
+
+    return InstanceIndex.from_manifest(
+        run / "tokens" / "train",
+        recipe.data.sequence_length,
+        chunk=recipe.data.chunk,
+        tokenizer=recipe.tokenizer,
+        filter=recipe.data.filter,
+        verify=verify,
+    )
+
+
+def _only_local(recipe: "Recipe") -> None:
+    if recipe.reference.kind != "olmo_core_local" or recipe.corpus.kind == "tokens":
+        raise RecipeError(
+            f"recipe {recipe.name} reads published tokens and checkpoints; this stage cannot run here",
+            "run `repro plan` and `repro launch` for it, or bring your own corpus to a local recipe",
+        )

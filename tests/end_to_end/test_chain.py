@@ -1,0 +1,181 @@
+"""The whole chain at micro scale: same recipe function as `tiny`, shrunk further by overrides.
+
+One undisturbed run serves all tests: it ends FAITHFUL, is reused, survives `kill -9`, and a wrong theta is
+caught. The real `repro` command runs in its own process each time.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPRO = [sys.executable, "-m", "pipelines.cli"]
+MICRO = [
+    "corpus.megabytes_per_domain=0.3",
+    "corpus.heldout_max_documents=6",
+    "data.sequence_length=96",
+    "data.global_batch_instances=4",
+    "model.window=32",
+    "reference.model.window=32",
+    "train.steps=12",
+    "train.checkpoint_every=3",
+    "evals.heldout_documents=6",
+    "evals.items_per_task=6",
+    "evals.bounds.macro_accuracy=0.2",
+]
+FLAGS = [flag for field in MICRO for flag in ("--set", field)]
+
+
+def repro(*arguments: str, timeout: float = 500) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*REPRO, *arguments], capture_output=True, text=True, timeout=timeout, cwd=Path(__file__).parents[2]
+    )
+
+
+def digests(run: Path, stage: str) -> dict:
+    return json.loads((run / "stages" / f"{stage}.json").read_text())["outputs"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An undisturbed run, through Prefect."""
+    run = tmp_path_factory.mktemp("e2e") / "micro"
+    done = repro("reproduce", "tiny", "--run-dir", str(run), *FLAGS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "FAITHFUL" in done.stdout and "NOT FAITHFUL" not in done.stdout
+    assert f"report: {run}/report/index.html" in done.stdout
+    return run
+
+
+def test_report_and_verdict_stand(whole):
+    verdict = json.loads((whole / "report" / "verdict.json").read_text())
+    assert verdict["overall"] == "FAITHFUL"
+    page = (whole / "report" / "index.html").read_text()
+    assert "FAITHFUL" in page and "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "")
+
+
+def test_receipts_agree_with_the_reference_and_with_the_order(whole):
+    """Three independent sides: OLMo-core's loader, our trainer, and index + order."""
+    from data.index import InstanceIndex
+    from data.order import open_order
+    from data.receipt import expected
+
+    sides = {
+        name: [json.loads(line) for line in (whole / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("reference", "train")
+    }
+    index = InstanceIndex.from_manifest(whole / "tokens" / "train", 96)
+    wanted = expected(index, open_order(whole / "order"), 4, 12)
+    assert [m["receipt"] for m in sides["reference"]] == [wanted[s] for s in range(1, 13)]
+    assert [m["receipt"] for m in sides["train"]] == [wanted[s] for s in range(1, 13)]
+
+
+def test_second_call_reuses_every_stage(whole):
+    done = repro("reproduce", "tiny", "--run-dir", str(whole), "--no-server", *FLAGS)
+    assert done.returncode == 0
+    assert "made: report" in done.stdout
+    for stage in ("tokenize", "order", "init", "gate", "reference", "train", "convert", "parity", "evaluate"):
+        assert stage in done.stdout.split("reused:")[1]
+
+
+def test_another_recipe_is_refused_with_the_field(whole):
+    done = repro("reproduce", "tiny", "--run-dir", str(whole), *FLAGS, "--set", "data.seed=1")
+    assert done.returncode == 2
+    assert "data.seed (34521 -> 1)" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_changed_artifact_is_refused_with_its_name(whole, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy, copy_function=os.link)
+    shard = next((copy / "tokens" / "train").glob("*/00000.npy"))
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.unlink()
+    shard.write_bytes(content)
+    done = repro("order", "tiny", "--run-dir", str(copy), "--redo")
+    assert done.returncode == 2
+    assert shard.name in done.stderr and "Traceback" not in done.stderr
+
+
+def test_killed_flow_continues_to_the_same_weights(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    assert repro("status", "--run-dir", str(run)).returncode == 0
+    from pipelines.stages import redo_from
+
+    redo_from("train", run)
+    flow = subprocess.Popen(
+        [*REPRO, "reproduce", "tiny", "--no-server", "--run-dir", str(run), *FLAGS],
+        cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics = run / "train" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_text().count("\n") < 5):
+        time.sleep(0.05)
+    flow.send_signal(signal.SIGKILL)
+    flow.wait()
+    assert not (run / "stages" / "train.json").exists()
+    again = repro("train", "tiny", "--run-dir", str(run))
+    assert again.returncode == 0, again.stderr[-3000:]
+    last = "checkpoints/step12/"
+    straight = {k: v for k, v in digests(whole, "train").items() if k.startswith(last)}
+    resumed = {k: v for k, v in digests(run, "train").items() if k.startswith(last)}
+    assert straight and {v["sha256"] for v in straight.values()} == {v["sha256"] for v in resumed.values()}
+
+    def losses(run: Path) -> list:
+        lines = (run / "train" / "metrics.jsonl").read_text().splitlines()
+        return [(m["step"], m["ce"], m["grad_norm"], m["receipt"]) for m in map(json.loads, lines)]
+
+    assert losses(run) == losses(whole)
+
+
+def test_wrong_theta_on_our_side_is_not_faithful(whole, tmp_path):
+    run = tmp_path / "run"
+    done = repro("reproduce", "tiny", "--no-server", "--run-dir", str(run), *FLAGS, "--set", "model.rope_theta=10000")
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "NOT FAITHFUL" in done.stdout
+    verdict = json.loads((run / "report" / "verdict.json").read_text())
+    assert verdict["overall"] == "NOT FAITHFUL"
+    assert "rope_theta" in (run / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce", "nosuch"], "unknown recipe 'nosuch'"),
+        (["reproduce", "tiny", "--set", "train.landmarks=[500]"], "beyond the last step"),
+        (["train", "tiny"], "run `repro order` first"),
+    ],
+)
+def test_user_errors_are_one_message(tmp_path, arguments, message):
+    done = repro(*arguments, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_corpus_too_small_for_one_batch_is_named(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("a few words only")
+    (tmp_path / "docs" / "b.txt").write_text("")
+    source = json.dumps([{"domain": "prose", "glob": f"{tmp_path}/docs/*.txt"}])
+    flags = ["--set", "corpus.kind=files", "--set", f"corpus.sources={source}", "--run-dir", str(tmp_path / "run")]
+    assert repro("tokenize", "tiny", *flags).returncode in (0, 2)
+    done = repro("order", "tiny", *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_glob_that_matches_nothing_is_named(tmp_path):
+    source = json.dumps([{"domain": "prose", "glob": f"{tmp_path}/none/*.txt"}])
+    done = repro(
+        "tokenize", "tiny", "--set", "corpus.kind=files", "--set", f"corpus.sources={source}", "--run-dir", str(tmp_path / "r")
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "none/*.txt" in done.stderr and "Traceback" not in done.stderr
