@@ -210,6 +210,7 @@ def kl_level(
     """Mean KL, nat per prediction. KL has no other side: only its upper end is held against the bound."""
     k, n = np.asarray(sums, np.float64), np.asarray(predictions, np.float64)
     estimate, interval, wide = _ratio_intervals(k, n, domains, bounds, landmarks, KL_RESOLUTION)
+    interval, wide = ((max(low, 0.0), high) for low, high in (interval, wide))
     return _comparison(
         None, None, estimate, interval, wide, bound, len(k), "documents", int((k == 0).sum()), one_sided=True
     )

@@ -140,12 +140,15 @@ def _steps(cells: Sequence[Cell]) -> str:
 def _gates(gates: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if not gates:
         return [(INCONCLUSIVE, "no logit parity was measured")]
-    out = []
-    for g in gates:
-        if g.get("state") == "failed":
-            out.append((NOT_FAITHFUL, f"{g['name']} failed: {g.get('detail') or 'no detail'}"))
-        elif g.get("state") != "passed":
-            out.append((INCONCLUSIVE, f"{g.get('name', 'a parity gate')} was not measured"))
+    out = [
+        (NOT_FAITHFUL, f"{g['name']} failed: {g.get('detail') or 'no detail'}")
+        for g in gates
+        if g.get("state") == "failed"
+    ]
+    missing = [g.get("name", "a parity gate") for g in gates if g.get("state") not in ("passed", "failed")]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        out.append((INCONCLUSIVE, f"not measured: {missing[0]}{more}"))
     return out
 
 

@@ -7,11 +7,13 @@ happens in this process; `train` launches `python -m model.train` through XManag
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import read_json, write_json_atomic
+from infra.artifacts import read_json
 from infra.errors import LaunchError, ParityError, RecipeError
 from infra.progress import Progress
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data.index import InstanceIndex
     from pipelines.recipe import Recipe
 
@@ -67,7 +69,8 @@ def gate(recipe: "Recipe", run: Path) -> None:
 
     weights = run / "init" / "hf"
     params = import_hf(weights, recipe.model, same_architecture=False)
-    write_json_atomic(run / "parity" / "step0.json", logit_parity(weights, params, recipe.model, **_prompts(recipe, run)))
+    prompts = parity_prompts(recipe, run)
+    logit_parity(weights, params, recipe.model, prompts, recipe.parity, out=run / "parity" / "step0.json")
 
 
 def reference(recipe: "Recipe", run: Path) -> None:
@@ -141,18 +144,21 @@ def parity(recipe: "Recipe", run: Path) -> None:
     from evals.parity import logit_parity, training_parity
     from model.checkpoint import restore_params
 
-    prompts = _prompts(recipe, run)
+    prompts = parity_prompts(recipe, run)
     steps = recipe.train.landmark_steps
     progress = Progress("parity", len(steps), "landmarks")
     for done, step in enumerate(steps):
         params, model = restore_params(run / "checkpoints", step)
-        result = logit_parity(run / "hf" / f"step{step}", params, model, **prompts)
-        write_json_atomic(run / "parity" / f"step{step}.json", result)
+        out = run / "parity" / f"step{step}.json"
+        result = logit_parity(run / "hf" / f"step{step}", params, model, prompts, recipe.parity, out=out)
         progress.update(done + 1, f"max |dlogit| {result['max']:.1e}")
-    compared = training_parity(
-        run / "reference" / "metrics.jsonl", run / "train" / "metrics.jsonl", recipe.parity, landmarks=steps
+    training_parity(
+        run / "reference" / "metrics.jsonl",
+        run / "train" / "metrics.jsonl",
+        recipe.parity,
+        steps,
+        out=run / "parity" / "training.json",
     )
-    write_json_atomic(run / "parity" / "training.json", compared)
 
 
 def evaluate(recipe: "Recipe", run: Path) -> None:
@@ -167,6 +173,17 @@ def report(recipe: "Recipe", run: Path) -> None:
     from evals.report.build import build
 
     build(run)
+
+
+def parity_prompts(recipe: "Recipe", run: Path) -> "np.ndarray":
+    """Held-out tokens as parity prompts: int32[prompts, prompt_tokens]."""
+    from data.index import InstanceIndex
+    from evals.parity import pick_prompts
+
+    heldout = InstanceIndex.from_manifest(
+        run / "tokens" / "heldout", recipe.data.sequence_length, tokenizer=recipe.tokenizer
+    )
+    return pick_prompts(heldout, recipe.parity, recipe.data.sequence_length)
 
 
 def train_index(recipe: "Recipe", run: Path, verify: str = "sampled") -> "InstanceIndex":

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from olmo_core.train.callbacks import Callback
 
 from data.receipt import Receipt
-from olmo_core.train.callbacks import Callback
 
 
 @dataclass

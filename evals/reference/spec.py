@@ -6,6 +6,7 @@ OLMo-core forgets its skip-step window whenever it restarts, so a schedule with 
 trainer runs, and the recipe must say so in `history.cold_window_at`.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -150,7 +151,7 @@ def segments(spec: ReferenceSpec) -> tuple[Segment, ...]:
             f"add {silent[0]} to history.cold_window_at",
         )
     cuts = sorted({0, spec.steps, *handovers, *(s for s in spec.history.cold_window_at if s < spec.steps)})
-    return tuple(Segment(a, b, _part(spec.schedule, b)) for a, b in zip(cuts[:-1], cuts[1:]))
+    return tuple(Segment(a, b, _part(spec.schedule, b)) for a, b in itertools.pairwise(cuts))
 
 
 def _part(schedule: ScheduleConfig, step: int) -> SchedulePart:

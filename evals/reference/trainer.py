@@ -140,9 +140,6 @@ def train(spec: ReferenceSpec) -> None:
 def run_segment(spec: ReferenceSpec, segment: Segment, done: int | None) -> None:
     """One OLMo-core trainer run over `segment`, from checkpoint `done` (None: from initial weights)."""
     import torch
-
-    from evals.reference.listener import Listener
-    from evals.reference.olmo_core_model import export_hf, olmo_core_config
     from olmo_core.data import NumpyDataLoaderConfig, NumpyDatasetDType, NumpyFSLDatasetConfig
     from olmo_core.data import TokenizerConfig as OlmoTokenizer
     from olmo_core.data.numpy_dataset import InstanceFilterConfig
@@ -153,6 +150,9 @@ def run_segment(spec: ReferenceSpec, segment: Segment, done: int | None) -> None
     from olmo_core.train.common import LoadStrategy
     from olmo_core.train.train_module import TransformerTrainModuleConfig
     from olmo_core.utils import seed_all
+
+    from evals.reference.listener import Listener
+    from evals.reference.olmo_core_model import export_hf, olmo_core_config
 
     out = Path(spec.out)
     seed_all(0)  # nothing in this model draws at train time; fixed so that nothing can
@@ -256,10 +256,9 @@ def olmo_core_scheduler(part: SchedulePart) -> Any:
 
 def load_initial_weights(model: Any, hf_dir: Path) -> None:
     """Put the weights of an HF directory into OLMo-core's model, by OLMo-core's own key mapping."""
+    from olmo_core.nn.hf.convert import convert_state_from_hf
     from safetensors.torch import load_file
     from transformers import AutoConfig
-
-    from olmo_core.nn.hf.convert import convert_state_from_hf
 
     state: dict[str, Any] = {}
     for path in sorted(hf_dir.glob("*.safetensors")):
@@ -272,7 +271,6 @@ def load_initial_weights(model: Any, hf_dir: Path) -> None:
 def check_adam_count(out: Path, step: int, expected: int) -> None:
     """Compare Adam's counter in the saved checkpoint of `step` with what the recipe's history implies."""
     import torch
-
     from olmo_core.distributed.checkpoint import load_state_dict
 
     key = "optim.state.lm_head.w_out.weight.step"
@@ -288,8 +286,9 @@ def check_adam_count(out: Path, step: int, expected: int) -> None:
 
 def export_step(spec: ReferenceSpec, step: int) -> None:
     """Export one landmark checkpoint to `hf/step<k>/`, fp32, padding kept; skipped when it stands."""
-    from evals.reference.olmo_core_model import export_hf, olmo_core_config
     from olmo_core.distributed.checkpoint import load_model_and_optim_state
+
+    from evals.reference.olmo_core_model import export_hf, olmo_core_config
 
     out = Path(spec.out)
     if exported(out, step):

@@ -38,7 +38,7 @@ details{margin:.6rem 0}summary{cursor:pointer;color:var(--soft)}
 @media (max-width:40rem){html{font-size:15px}.verdict strong{font-size:1.6rem}table{font-size:.82rem}}
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--line:#bbb;--card:#f4f4f4;--good:#064;--bad:#900;--open:#750;
 --reference:#0072b2;--reproduced:#d55e00}body{max-width:none;padding:0}nav{display:none}h2{break-after:avoid}
-figure,tr{break-inside:avoid}.scroll{overflow:visible}details:not([open])>*{display:block}}
+figure,tr{break-inside:avoid}.scroll{overflow:visible}details::details-content{content-visibility:visible;display:block;height:auto}}
 """
 
 

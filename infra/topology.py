@@ -1,0 +1,136 @@
+"""TPU slices that exist: chips, hosts, devices, memory, peak FLOP/s, bandwidth, GKE names.
+
+    slice_ = parse("v5p:4x4x4")      # Slice(type=v5p, shape=(4, 4, 4)): 64 chips, 16 hosts, 64 devices
+
+XManager accepts any shape that looks like one (`3x7x13`), so we validate here, before anything is launched.
+The surprising thing: a tpu7x chip is two JAX devices, every other chip is one.
+
+Source: Google Cloud TPU documentation, pages "TPU v4", "v5e", "v5p", "v6e" and "TPU7x (Ironwood)", system
+architecture tables; GKE names from "Plan TPUs in GKE". Peak figures are dense bf16 per chip.
+"""
+
+import math
+from dataclasses import dataclass
+
+from infra.errors import ReproError
+
+
+class TopologyError(ReproError):
+    """The named slice does not exist."""
+
+
+@dataclass(frozen=True)
+class ChipType:
+    """One generation. Bytes and FLOP/s are per chip; `flat` generations have a fixed list of 2-D shapes."""
+
+    name: str
+    memory_bytes: float
+    bf16_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    devices_per_chip: int
+    chips_per_host: int
+    flat: bool
+    max_chips: int
+    gke_accelerator: str
+    gke_machine: str
+
+
+GIB = 2.0**30
+TYPES = {
+    t.name: t
+    for t in (
+        ChipType("v4", 32 * GIB, 275e12, 1.228e12, 300e9, 1, 4, False, 4096, "tpu-v4-podslice", "ct4p-hightpu-4t"),
+        ChipType("v5e", 16 * GIB, 197e12, 0.819e12, 200e9, 1, 4, True, 256, "tpu-v5-lite-podslice", "ct5lp-hightpu-4t"),
+        ChipType("v5p", 95 * GIB, 459e12, 2.765e12, 600e9, 1, 4, False, 6144, "tpu-v5p-slice", "ct5p-hightpu-4t"),
+        ChipType("v6e", 32 * GIB, 918e12, 1.64e12, 400e9, 1, 4, True, 256, "tpu-v6e-slice", "ct6e-standard-4t"),
+        ChipType("tpu7x", 192 * GIB, 2307e12, 7.38e12, 600e9, 2, 4, False, 9216, "tpu7x", "tpu7x-standard-4t"),
+    )
+}
+FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of one generation with its shape in chips."""
+
+    type: ChipType
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.type.name}:{self.topology}"
+
+    @property
+    def topology(self) -> str:
+        """The shape as GKE and XLA write it: `4x4x4`."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        """JAX devices of the slice."""
+        return self.chips * self.type.devices_per_chip
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.chips // self.type.chips_per_host)
+
+    @property
+    def chips_per_host(self) -> int:
+        return min(self.chips, self.type.chips_per_host)
+
+    @property
+    def memory_per_device(self) -> float:
+        """Bytes of HBM of one JAX device."""
+        return self.type.memory_bytes / self.type.devices_per_chip
+
+    @property
+    def flops_per_device(self) -> float:
+        """Peak dense bf16 FLOP/s of one JAX device."""
+        return self.type.bf16_flops / self.type.devices_per_chip
+
+
+def parse(text: str) -> Slice:
+    """The slice called `type:shape`, for instance `v5p:4x4x4`.
+
+    Raises TopologyError that names the known types, or the nearest shapes that exist.
+    """
+    kind, _, shape_text = text.partition(":")
+    if kind not in TYPES:
+        raise TopologyError(f"unknown TPU type {kind!r} in topology {text!r}", f"known types: {', '.join(TYPES)}")
+    chip = TYPES[kind]
+    try:
+        shape = tuple(int(n) for n in shape_text.split("x"))
+    except ValueError:
+        shape = ()
+    found = Slice(chip, shape)
+    if not _exists(chip, shape):
+        raise TopologyError(f"the topology {text!r} does not exist", f"{kind} slices: {_choices(chip)}")
+    return found
+
+
+def _exists(chip: ChipType, shape: tuple[int, ...]) -> bool:
+    if chip.flat:
+        return shape in FLAT_SHAPES
+    if len(shape) != 3:
+        return False
+    if shape in SMALL_CUBES:
+        return True
+    return (
+        min(shape) >= 4
+        and all(n % 4 == 0 for n in shape)
+        and list(shape) == sorted(shape)
+        and math.prod(shape) <= chip.max_chips
+    )
+
+
+def _choices(chip: ChipType) -> str:
+    if chip.flat:
+        return ", ".join("x".join(map(str, s)) for s in FLAT_SHAPES)
+    small = ", ".join("x".join(map(str, s)) for s in SMALL_CUBES)
+    return f"{small}, or AxBxC with A <= B <= C, all multiples of 4, at most {chip.max_chips} chips"
