@@ -89,7 +89,8 @@ class DataConfig(Section):
     epoch: int = Field(1, ge=1)
     order: Literal["olmo-core-pcg64-v1"] = "olmo-core-pcg64-v1"
     filter: FilterConfig = FilterConfig()
-    workers: int = Field(0, ge=0, description="Grain worker processes; never an input of the order")
+    workers: int = Field(0, ge=0, description="Grain read-ahead workers; never an input of the order")
+    worker_kind: Literal["thread", "process"] = "thread"
     prefetch: int = Field(2, ge=0)
 
     @model_validator(mode="after")

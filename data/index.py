@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from data.config import FilterConfig, TokenizerConfig
+from data.files import join
 from data.token_files import TokenShard, open_tokens, verify_shard
 from infra.artifacts import fingerprint, read_json
 from infra.errors import DataError, IdentityError
@@ -62,6 +63,7 @@ class InstanceIndex:
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self.n_instances = int(self.starts[-1])
         self._open: dict[int, Any] = {}
+        self.vocab_size = 0
         self.mask: np.ndarray | None = None
         if mask is not None:
             self.set_mask(mask)
@@ -79,27 +81,27 @@ class InstanceIndex:
     ) -> "InstanceIndex":
         """The index of a directory that `data.tokenize_job.tokenize` wrote.
 
-        `verify`: full (every byte), sampled, or size. `tokenizer` refuses tokens of another one. With
+        `verify`: full (every byte), sampled, size, or none (the files are not touched before they are read).
+        Ids that the job did not audit (published mixes) are checked when they are read. `tokenizer` refuses tokens of another one. With
         `filter.enabled` the repetition mask is made, or taken from the job when it was made there.
         """
         tokens_dir = Path(tokens_dir)
         manifest = read_manifest(tokens_dir)
         if tokenizer is not None:
             check_tokenizer(manifest, tokenizer, str(tokens_dir))
+        base = manifest.get("base_dir") or str(tokens_dir)
         shards = [
             TokenShard(
-                str(tokens_dir / s["path"]),
-                s["label"],
-                s["tokens"],
-                s["sha256"],
-                s["sample_sha256"],
-                s["path"],
+                join(base, s["path"]), s["label"], s["tokens"], s["sha256"], s["sample_sha256"], s["path"]
             )
             for s in manifest["shards"]
         ]
-        for shard in shards:
-            verify_shard(shard, verify)
+        if verify != "none":
+            for shard in shards:
+                verify_shard(shard, verify)
         index = cls(shards, sequence_length, chunk)
+        if any("max_id" not in s for s in manifest["shards"]):
+            index.vocab_size = manifest["tokenizer"]["vocab_size"]
         if index.n_instances == 0:
             raise DataError(
                 f"{tokens_dir} holds {sum(s.tokens for s in shards)} tokens in {len(shards)} files, "
@@ -154,6 +156,13 @@ class InstanceIndex:
         out = np.empty((len(files), S), dtype=np.uint32)
         for row, (file, offset) in enumerate(zip(files.tolist(), offsets.tolist())):
             out[row] = self.tokens_of(file)[offset : offset + S]
+        if self.vocab_size and len(out) and int(out.max()) >= self.vocab_size:
+            row = int(np.flatnonzero((out >= self.vocab_size).any(axis=1))[0])
+            raise DataError(
+                f"token file {self.shards[int(files[row])].path} holds the id {int(out[row].max())} in instance "
+                f"{int(ids[row])}, the vocabulary has {self.vocab_size}",
+                "these are not tokens of this tokenizer, or not uint32",
+            )
         return out
 
     def instance_mask(self, ids: np.ndarray) -> np.ndarray:
@@ -161,6 +170,10 @@ class InstanceIndex:
         if self.mask is None:
             return np.ones(len(ids), dtype=bool)
         return self.mask[np.asarray(ids, dtype=np.int64)]
+
+    def label_mask(self, ids: np.ndarray) -> np.ndarray | None:
+        """None: every token of a plain instance is a label. Packed and padded rows have a mask."""
+        return None
 
     def labels_of(self, ids: np.ndarray) -> list[str]:
         """The label (domain) of each instance."""

@@ -24,13 +24,15 @@ class Batch(NamedTuple):
     """The rows of one host for one global step.
 
     step counts from 1; ids uint32[B]; tokens int32[B, S]; instance_mask bool[B], False where the repetition
-    filter rejected the row (it stays in the batch and leaves the loss).
+    filter rejected the row (it stays in the batch and leaves the loss); label_mask bool[B, S] for packed and
+    padded rows, False on padding (None: every token is a label).
     """
 
     step: int
     ids: np.ndarray
     tokens: np.ndarray
     instance_mask: np.ndarray
+    label_mask: np.ndarray | None = None
 
 
 class StepSource:
@@ -64,7 +66,8 @@ class StepSource:
     def __getitem__(self, k: int) -> Batch:
         step = int(k) + 1
         ids = self.ids(step)
-        return Batch(step, ids, self.index.read(ids).view(np.int32), self.index.instance_mask(ids))
+        tokens = self.index.read(ids).view(np.int32)
+        return Batch(step, ids, tokens, self.index.instance_mask(ids), self.index.label_mask(ids))
 
     def __repr__(self) -> str:
         return f"StepSource({self.index.digest[:12]}, batch={self.batch}, host={self.host}/{self.hosts})"
@@ -81,7 +84,9 @@ def batches(
 ) -> Iterator[Batch]:
     """The batches of steps start_step..stop_step (both included; None: to the end of the epoch).
 
-    `cfg.workers` worker processes (0: threads in this process), `cfg.prefetch` batches read ahead.
+    `cfg.prefetch` batches are read ahead by `cfg.workers` threads or processes (`cfg.worker_kind`; 0 workers: by
+    one thread); with prefetch 0 they are read when asked for. Threads are the fast choice: a gather from mapped
+    files needs no second process, and a process has to copy every batch through shared memory.
     """
     source = StepSource(index, order, cfg.global_batch_instances, host, hosts)
     last = len(source) if stop_step is None else stop_step
@@ -99,9 +104,9 @@ def _stream(source: StepSource, start: int, stop: int, cfg: DataConfig) -> Itera
     import grain
 
     dataset = grain.MapDataset.source(source)[start - 1 : stop]
-    if cfg.workers == 0:
-        threads = 0 if cfg.prefetch == 0 else 1
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=cfg.prefetch)
+    if cfg.workers == 0 or cfg.worker_kind == "thread":
+        threads = 0 if cfg.prefetch == 0 else max(1, cfg.workers)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(cfg.prefetch, threads))
         return iter(dataset.to_iter_dataset(options))
     _mark_flags_parsed()
     stream = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))

@@ -97,10 +97,18 @@ def read_mix(manifest: str, tokenizer: TokenizerConfig) -> list[MixEntry]:
         if not comma or not label or not relative or "," in relative:
             raise DataError(f"{where} is not `label,path`: {line[:80]!r}", "correct the manifest")
         if shipped and PLACEHOLDER not in relative:
-            raise DataError(f"{where} has no {PLACEHOLDER} in its path", "the manifest is not one of AI2's mixes")
+            raise DataError(
+                f"{where} has no {PLACEHOLDER} in its path", "the manifest is not one of AI2's mixes"
+            )
         relative = relative.replace(PLACEHOLDER, folder)
-        if "://" in relative or PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts:
-            raise DataError(f"{where} leaves the base directory: {relative}", "paths must be relative and without ..")
+        if (
+            "://" in relative
+            or PurePosixPath(relative).is_absolute()
+            or ".." in PurePosixPath(relative).parts
+        ):
+            raise DataError(
+                f"{where} leaves the base directory: {relative}", "paths must be relative and without .."
+            )
         entries.append(MixEntry(label, relative, number))
     if not entries:
         raise DataError(f"the mix {path} has no entry", "a manifest has lines of the form `label,path`")
@@ -120,7 +128,9 @@ def read_sizes(table: str | Path) -> dict[str, int]:
     return sizes
 
 
-def _sizes(entries: Sequence[MixEntry], base: str, known: Mapping[str, int] | None, threads: int) -> list[int]:
+def _sizes(
+    entries: Sequence[MixEntry], base: str, known: Mapping[str, int] | None, threads: int
+) -> list[int]:
     """The size of every entry, or one error that names the first missing one and how many there are."""
 
     def find(entry: MixEntry) -> int | str:

@@ -61,11 +61,15 @@ def read_boundaries(path: str, tokens: int) -> np.ndarray:
     except ValueError as e:
         raise DataError(f"{path} is not a list of document boundaries: {e}", "make it again") from None
     if len(spans) and (spans.min() < 0 or spans[:, 1].max() > tokens or (spans[:, 0] >= spans[:, 1]).any()):
-        raise DataError(f"{path} has boundaries outside its {tokens} tokens", "it belongs to another token file")
+        raise DataError(
+            f"{path} has boundaries outside its {tokens} tokens", "it belongs to another token file"
+        )
     return spans
 
 
-def documents_of(shard: TokenShard, eos_id: int, bos_id: int | None = None, from_csv: bool | None = None) -> np.ndarray:
+def documents_of(
+    shard: TokenShard, eos_id: int, bos_id: int | None = None, from_csv: bool | None = None
+) -> np.ndarray:
     """Document spans of a token file. As OLMo-core: scanned for local files, from `.csv.gz` for remote ones."""
     if is_remote(shard.path) if from_csv is None else from_csv:
         return read_boundaries(shard.path.removesuffix(".npy") + ".csv.gz", shard.tokens)
@@ -227,7 +231,9 @@ class DocumentRows(InstanceIndex):
         return np.concatenate([accepted(self.read(ids), cfg) for ids in blocks])
 
 
-def packed_index(shards: Sequence[TokenShard], S: int, *, eos_id: int, pad_id: int, cfg: PackedConfig) -> DocumentRows:
+def packed_index(
+    shards: Sequence[TokenShard], S: int, *, eos_id: int, pad_id: int, cfg: PackedConfig
+) -> DocumentRows:
     """The packed rows of `shards`: files permuted, grouped, documents packed within each group."""
     ordered = [shards[k] for k in permuted(len(shards), cfg.permutation_seed)]
     spans: list[np.ndarray] = []
@@ -242,7 +248,12 @@ def packed_index(shards: Sequence[TokenShard], S: int, *, eos_id: int, pad_id: i
         spans.append(documents[order])
         counts.append(np.diff(offsets))
     ends = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
-    kind = {"kind": "packed", "eos_id": eos_id, "pad_id": pad_id, **{k: getattr(cfg, k) for k in cfg.__annotations__}}
+    kind = {
+        "kind": "packed",
+        "eos_id": eos_id,
+        "pad_id": pad_id,
+        **{k: getattr(cfg, k) for k in cfg.__annotations__},
+    }
     return DocumentRows(
         ordered, S, spans=np.concatenate(spans), offsets=ends, pad_id=pad_id, eos_id=eos_id, kind=kind
     )

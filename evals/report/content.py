@@ -9,7 +9,7 @@ from evals.verdict import SURFACE_NAMES, Verdict
 from infra.progress import clock
 
 Facts = dict[str, Any]
-UNITS = {"heldout_loss": "nat", "downstream": "accuracy", "domain_loss": "nat", "token_kl": "nat"}
+UNITS = {"heldout_loss": "nat", "downstream": "", "domain_loss": "nat", "token_kl": "nat"}
 NOTHING = "not available"
 NOT_PROVEN = (
     "Training loss is shown and is never evidence on its own; the verdict rests on held-out surfaces and on equality "
@@ -84,7 +84,7 @@ def surfaces(facts: Facts, verdict: Verdict) -> Section:
             digits = 5 if UNITS[f] == "nat" else 4
             rows.append(
                 [name, str(step), number(c["reference"], digits), number(c["reproduced"], digits),
-                 signed(c["difference"]), interval(c), f"{c['bound']:g} {UNITS[f]}", verdict_word]
+                 signed(c["difference"]), interval(c), f"{c['bound']:g} {UNITS[f]}".strip(), verdict_word]
             )  # fmt: skip
     blocks: list[Any] = [
         Table("Verdict by landmark and surface.", ["landmark", *(SURFACE_NAMES[f] for f in names)], matrix),

@@ -62,6 +62,6 @@ def tiny() -> Recipe:
             micro_batch_instances=2,
         ),
         parity=ParityConfig(),
-        evals=EvalConfig(heldout_documents=32, items_per_task=100),
+        evals=EvalConfig(heldout_documents=32, items_per_task=150),
         launch=LaunchConfig(target="local"),
     )

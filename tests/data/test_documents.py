@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pyarrow
 import pytest
@@ -145,12 +146,12 @@ def test_memory_is_bounded_whatever_the_size_of_file_and_document(tmp_path, endi
     """150 MB of lines and one document of 150 MB: less than 40 MB more than an idle process."""
     path = tmp_path / f"big{ending}"
     line = json.dumps({"id": "x", "text": "word " * 100_000}).encode() + b"\n"
-    opener = {
-        ".jsonl": lambda: open(path, "wb"),
-        ".jsonl.gz": lambda: gzip.open(path, "wb", compresslevel=1),
-        ".jsonl.zst": lambda: zstandard.ZstdCompressor(level=1).stream_writer(open(path, "wb")),
-    }[ending]
-    with opener() as f:
+    with ExitStack() as stack:
+        f = stack.enter_context(open(path, "wb"))
+        if ending == ".jsonl.gz":
+            f = stack.enter_context(gzip.GzipFile(fileobj=f, mode="wb", compresslevel=1))
+        elif ending == ".jsonl.zst":
+            f = stack.enter_context(zstandard.ZstdCompressor(level=1).stream_writer(f))
         for _ in range(300):
             f.write(line)
         f.write(b'{"id": "huge", "text": "')

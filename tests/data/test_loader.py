@@ -107,7 +107,9 @@ def test_worker_processes_change_nothing(corpus):
     _, index = corpus
     order = global_order(index.n_instances, 34521)
     straight = list(batches(index, order, config()))
-    parallel = list(batches(index, order, config(workers=2), start_step=3, stop_step=9))
+    parallel = list(
+        batches(index, order, config(workers=2, worker_kind="process"), start_step=3, stop_step=9)
+    )
     assert [b.step for b in parallel] == list(range(3, 10))
     for mine, other in zip(parallel, straight[2:9], strict=True):
         np.testing.assert_array_equal(mine.ids, other.ids)

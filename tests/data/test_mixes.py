@@ -35,7 +35,11 @@ def test_every_mix_resolves_as_olmo_core_does(name):
 
 def test_the_official_manifest_is_the_one_of_the_sheet():
     assert hashlib.sha256(mix_file(OFFICIAL).read_bytes()).hexdigest().startswith("d770716a78fe0e9f")
-    assert hashlib.sha256(mix_file("OLMo-mix-0925-official").read_bytes()).hexdigest().startswith("e72803971ba7150d")
+    assert (
+        hashlib.sha256(mix_file("OLMo-mix-0925-official").read_bytes())
+        .hexdigest()
+        .startswith("e72803971ba7150d")
+    )
     entries = read_mix(OFFICIAL, TokenizerConfig())
     assert len(entries) == 1016
     root = "preprocessed/dolma3-0625/v0.1-official/allenai/dolma3-tokenizer"

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import itertools
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ import pytest
 from data.config import DataConfig, FilterConfig
 from data.loader import batches
 from data.order import global_order
-from data.packing import PackedConfig, cut, pack, packed_index, padded_index, permuted, read_boundaries, scan_documents
+from data.packing import (
+    PackedConfig,
+    cut,
+    pack,
+    packed_index,
+    padded_index,
+    permuted,
+    read_boundaries,
+    scan_documents,
+)
 from data.token_files import TokenShard
 from infra.errors import DataError
 
@@ -44,8 +54,14 @@ def test_the_example_of_the_sheet():
     spans = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1)
     found = cut(spans, 8)
     order, offsets = pack(found[:, 1] - found[:, 0], 8)
-    rows = [order[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
-    assert [[lengths[d] if lengths[d] < 9 else 8 for d in row] for row in rows] == [[8], [8], [6, 2], [4, 3], [3]]
+    rows = [order[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert [[lengths[d] if lengths[d] < 9 else 8 for d in row] for row in rows] == [
+        [8],
+        [8],
+        [6, 2],
+        [4, 3],
+        [3],
+    ]
 
 
 def test_file_permutation_goldens():

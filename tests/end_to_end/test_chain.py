@@ -27,6 +27,7 @@ MICRO = [
     "train.checkpoint_every=3",
     "evals.heldout_documents=6",
     "evals.items_per_task=6",
+    "evals.context=256",
     "evals.bounds.macro_accuracy=0.2",
 ]
 FLAGS = [flag for field in MICRO for flag in ("--set", field)]

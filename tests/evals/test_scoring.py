@@ -11,18 +11,6 @@ from infra.errors import DataError
 V = 37
 
 
-def bigram(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(V, V)).astype(np.float32)
-
-
-def bigram_scorer(context: int = 24, **options) -> Scorer:
-    """A `model` whose hidden state is the row of its last token, so that logits are `params[token]`."""
-    return Scorer(
-        lambda params, tokens: params[tokens], lambda params: jnp.eye(V, dtype=jnp.float32),
-        context=context, **{"batch_tokens": 64, "buckets": (8, 16, context), "vocab_block": 8} | options,
-    )  # fmt: skip
-
-
 def oracle(table: np.ndarray, request: Request) -> tuple[np.ndarray, np.ndarray]:
     logits = table.astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -44,37 +32,40 @@ def requests_of(n: int = 60, seed: int = 1) -> list[Request]:
     return out
 
 
-def test_log_probabilities_and_greedy_flags_match_the_table():
-    table, requests = bigram(), requests_of()
-    for request, scored in zip(requests, bigram_scorer().score(jnp.asarray(table), requests), strict=True):
+def test_log_probabilities_and_greedy_flags_match_the_table(bigram):
+    (make, table), requests = bigram, requests_of()
+    for request, scored in zip(requests, make().score(jnp.asarray(table), requests), strict=True):
         logp, greedy = oracle(table, request)
         assert np.abs(scored.logprob - logp).max() < 2e-6  # fp32 logsumexp of 37 classes
         assert (scored.greedy == greedy).all()
         assert scored.total == pytest.approx(logp.sum(), abs=1e-5)
 
 
-def test_scores_do_not_depend_on_batch_size_order_or_vocabulary_block():
-    table, requests = jnp.asarray(bigram()), requests_of()
-    base = bigram_scorer().score(table, requests)
+def test_scores_do_not_depend_on_batch_size_order_or_vocabulary_block(bigram):
+    """F4: exactly equal within the same bucket, whatever the batch."""
+    make, table = bigram
+    table, requests = jnp.asarray(table), requests_of()
+    base = make().score(table, requests)
     shuffled = np.random.default_rng(3).permutation(len(requests))
-    again = bigram_scorer().score(table, [requests[i] for i in shuffled])
+    again = make().score(table, [requests[i] for i in shuffled])
     for i, scored in zip(shuffled, again, strict=True):
         assert (scored.logprob == base[i].logprob).all()
-    for other in (bigram_scorer(batch_tokens=24), bigram_scorer(batch_tokens=512)):
+    for other in (make(batch_tokens=24), make(batch_tokens=512)):
         assert all((a.logprob == b.logprob).all() for a, b in zip(base, other.score(table, requests), strict=True))
-    wide = bigram_scorer(vocab_block=64).score(table, requests)
+    wide = make(vocab_block=64).score(table, requests)
     assert max(np.abs(a.logprob - b.logprob).max() for a, b in zip(base, wide, strict=True)) < 2e-6
 
 
-def test_one_request_alone_scores_as_in_a_crowd():
-    table, requests = jnp.asarray(bigram()), requests_of()
-    crowd = bigram_scorer().score(table, requests)
+def test_one_request_alone_scores_as_in_a_crowd(bigram):
+    make, table = bigram
+    table, requests = jnp.asarray(table), requests_of()
+    crowd = make().score(table, requests)
     for i in (0, 7, 31):
-        alone = bigram_scorer().score(table, [requests[i]])[0]
+        alone = make().score(table, [requests[i]])[0]
         assert np.abs(alone.logprob - crowd[i].logprob).max() < 2e-6
 
 
-def test_shared_prefixes_are_computed_once():
+def test_shared_prefixes_are_computed_once(bigram):
     seen = []
 
     def hidden(params, tokens):
@@ -84,19 +75,36 @@ def test_shared_prefixes_are_computed_once():
     scorer = Scorer(hidden, lambda params: jnp.eye(V), context=8, batch_tokens=8, buckets=(8,))
     context = np.array([1, 2, 3, 4], np.int32)
     choices = [np.append(context, c).astype(np.int32) for c in (5, 6, 7)]
-    scorer.score(jnp.asarray(bigram()), [Request(c, 4) for c in choices])
+    scorer.score(jnp.asarray(bigram[1]), [Request(c, 4) for c in choices])
     jax.effects_barrier()
     assert len(seen) == 1  # three answers, one input: the context
 
 
-def test_bad_requests_are_named_errors():
-    scorer, table = bigram_scorer(), jnp.asarray(bigram())
+def test_bad_requests_are_named_errors(bigram):
+    make, table = bigram
+    scorer, table = make(), jnp.asarray(table)
     with pytest.raises(DataError, match="does not fit the context of 24"):
         scorer.score(table, [Request(np.arange(26, dtype=np.int32), 3)])
     with pytest.raises(DataError, match="nothing to score"):
         scorer.score(table, [Request(np.arange(4, dtype=np.int32), 4)])
     with pytest.raises(DataError, match="nothing to score"):
         scorer.score(table, [Request(np.arange(4, dtype=np.int32), 0)])
+
+
+def test_padding_is_never_scored_and_never_seen(scorer, params):
+    """F4 on the real model: a request scores the same alone in its bucket and beside longer ones."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 100278, 40).astype(np.int32)
+    others = [Request(rng.integers(0, 100278, 60).astype(np.int32), 1) for _ in range(9)]
+    alone = scorer.score(params, [Request(tokens, 1)])[0]
+    crowd = scorer.score(params, [*others, Request(tokens, 1)])[-1]
+    assert (alone.logprob == crowd.logprob).all()  # same bucket: the same bits
+
+
+def test_next_token_is_the_argmax(bigram):
+    make, table = bigram
+    for token in (0, 5, 36):
+        assert make().next_token(jnp.asarray(table), np.array([1, token], np.int32)) == table[token].argmax()
 
 
 def test_buckets_end_at_the_context():
