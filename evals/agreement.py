@@ -118,7 +118,8 @@ def compare_logits(pairs: Iterable[tuple[np.ndarray, np.ndarray]], window: int) 
     Where one side has fewer columns (a trimmed vocabulary) only the common ones are compared. Raises
     ParityError on a shape mismatch and on any value that is not finite.
     """
-    total, per_prompt, ranges = Tally(), [], {}
+    total, per_prompt = Tally(), []
+    ranges: dict[tuple[int, int], Tally] = {}
     worst = Place(-1.0, 0, 0, 0, 0.0, 0.0)
     columns = (0, 0)
     for prompt, (a, b) in enumerate(pairs):

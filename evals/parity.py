@@ -96,7 +96,7 @@ def hf_logits(
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, info = Olmo3ForCausalLM.from_pretrained(
+        loaded: Any = Olmo3ForCausalLM.from_pretrained(
             str(hf_dir),
             attn_implementation=attention,
             dtype=getattr(torch, dtype),
@@ -107,6 +107,7 @@ def hf_logits(
     finally:
         if bars:
             logging.enable_progress_bar()
+    model, info = loaded
     wrong = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if wrong:
         raise ParityError(

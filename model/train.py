@@ -84,7 +84,7 @@ class TrainSpec:
 
     def identity(self, index_digest: str, order_digest: str) -> dict[str, Any]:
         """What a checkpoint must share with the run that goes on from it. Mesh, length and prefetch may change."""
-        data = self.data.model_dump(mode="json", exclude={"workers", "prefetch"})
+        data = self.data.model_dump(mode="json", exclude={"workers", "worker_kind", "prefetch"})
         sections = {n: getattr(self, n) for n in ("model", "optimizer", "schedule", "loss", "history")}
         numerics = self.numerics.model_dump(mode="json", include={"mode"})
         return canonical(

@@ -250,7 +250,7 @@ def olmo_core_scheduler(part: SchedulePart) -> Any:
     """OLMo-core's scheduler of one part, with its horizon stated (`t_max`), not derived from the duration."""
     from olmo_core.optim import CosWithWarmup, HalfCosWithWarmup, LinearWithWarmup
 
-    kinds = {"cosine": CosWithWarmup, "half_cosine": HalfCosWithWarmup, "linear": LinearWithWarmup}
+    kinds: dict[str, Any] = {"cosine": CosWithWarmup, "half_cosine": HalfCosWithWarmup, "linear": LinearWithWarmup}
     return kinds[part.kind](warmup=part.warmup, alpha_f=part.alpha_f, t_max=part.horizon)
 
 

@@ -242,7 +242,7 @@ def implementation_floor(facts: Facts) -> dict[str, float]:
     """KL of the same weights in two implementations, by landmark, where parity measured it."""
     out = {}
     for g in facts["gates"]:
-        value = (g["facts"] or {}).get("kl")
+        value = (g["facts"] or {}).get("kl_mean")
         if g["step"] and isinstance(value, int | float) and value > 0:
             out[str(g["step"])] = float(value)
     return out
@@ -278,12 +278,12 @@ def gaps(facts: Facts) -> Section:
     rows = []
     for g in facts["gates"]:
         f = g["facts"] or {}
-        rows.append([g["name"], g["state"], number(f.get("max")), number(f.get("mean")), number(f.get("kl"))])
+        rows.append([g["name"], g["state"], number(f.get("max")), number(f.get("mean")), number(f.get("kl_max")), number(f.get("kl_mean"))])
     blocks: list[Any] = [
         Text("Implementation gap: the same weights in PyTorch and in JAX, which must be rounding. Training gap: two sets of weights in the same "
              "implementation, which is what the surfaces judge. A difference is never blamed on the wrong one."),
-        Table("Logit parity, same weights in two implementations.", ["what", "state", "largest |difference|", "mean |difference|", "KL (nat)"],
-              rows, numeric=(2, 3, 4)),
+        Table("Logit parity, same weights in two implementations.", ["what", "state", "largest |difference|", "mean |difference|", "largest KL (nat)", "mean KL (nat)"],
+              rows, numeric=(2, 3, 4, 5)),
     ]  # fmt: skip
     square = [two_by_two(s, r["two_by_two"]) for s, r in facts["results"].items() if "two_by_two" in r]
     if square:

@@ -162,14 +162,15 @@ def gate_states(run: Path, recipe: dict[str, Any], landmarks: tuple[int, ...]) -
 
 
 def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
-    """What was measured against what was allowed."""
+    """What was measured against what was allowed, and where it was worst."""
     parts = []
     if found.get("max") is not None:
         parts.append(f"largest logit difference {found['max']:.3g} (allowed {limits.max_logit_difference:g})")
-    if found.get("kl") is not None:
-        parts.append(f"KL {found['kl']:.3g} (allowed {limits.max_kl:g})")
-    if found.get("first_drift"):
-        parts.append(f"first drift at {found['first_drift']}")
+    kl = [found[k] for k in ("kl_max", "reverse_kl_max") if found.get(k) is not None]
+    if kl:
+        parts.append(f"largest KL {max(kl):.3g} (allowed {limits.max_kl:g})")
+    if found.get("where") and not found["ok"]:
+        parts.append(str(found["where"]))
     return ", ".join(parts)
 
 
@@ -186,6 +187,8 @@ def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dic
     if isinstance(found, dict) and isinstance(found.get("ok"), bool):
         out["facts"] = found
         good = found["ok"]
+        if found.get("failures"):
+            out["detail"] = "; ".join(map(str, found["failures"]))
     elif worst is None:
         return {**out, "state": "missing"}
     else:

@@ -6,6 +6,8 @@ from typing import Any
 
 from evals.report.blocks import VERDICT_CLASS, Bullets, Figure, Folded, Report, Section, Table, Text, word_class
 
+# The browser itself enforces that nothing outside is asked for; a breach is an error on its console.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root{--paper:#fdfdfc;--ink:#1c1d20;--soft:#5b5f66;--line:#cfd2d6;--card:#f3f4f5;--good:#0b6b4f;--bad:#b3261e;
 --open:#8a5a00;--reference:#0072b2;--reproduced:#d55e00;--bound:#77797d;--s0:#0072b2;--s1:#d55e00;--s2:#008a63;
@@ -50,6 +52,7 @@ def render(report: Report) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(report.verdict)}: {escape(report.title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(report.title)}</h1>"

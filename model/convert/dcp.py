@@ -199,9 +199,9 @@ class Checkpoint:
                 f"{self.directory}/.metadata points outside its directory: {name!r}", "do not load this checkpoint"
             )
         path = self.directory / name
-        if not path.is_file() or path.is_symlink() and path.resolve().parent != self.directory.resolve():
+        if not path.is_file() or (path.is_symlink() and path.resolve().parent != self.directory.resolve()):
             raise IdentityError(f"{path}, named by .metadata, does not exist", "copy the checkpoint again")
-        if not (isinstance(at, int) and isinstance(length, int) and 0 <= at and 0 < length):
+        if not (isinstance(at, int) and isinstance(length, int) and at >= 0 and length > 0):
             raise IdentityError(f"{key.get('fqn')} has the impossible place {at}+{length} in {path}")
         if at + length > path.stat().st_size:
             raise IdentityError(f"{path} is cut short: {key.get('fqn')} ends at {at + length}", "copy it again")
@@ -299,7 +299,7 @@ class _Window(io.RawIOBase):
         self.position = max(0, (0, self.position, self.length)[whence] + offset)
         return self.position
 
-    def read(self, n: int = -1) -> bytes:  # type: ignore[override]
+    def read(self, n: int = -1) -> bytes:
         left = max(0, self.length - self.position)
         n = left if n is None or n < 0 else min(n, left)
         self.f.seek(self.start + self.position)
@@ -311,7 +311,7 @@ class _Window(io.RawIOBase):
 def _archive(f: Any, at: int, length: int, name: str) -> tuple[dict[str, tuple[int, int]], bytes]:
     """({member without its first folder: (place of its local header, size)}, the bytes of data.pkl)."""
     try:
-        with zipfile.ZipFile(_Window(f, at, length)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Window(f, at, length)) as archive:
             members = {}
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.header_offset + info.file_size > length:

@@ -173,8 +173,8 @@ def _yarn(model: dict[str, Any], path: Path) -> YarnConfig | None:
         found.append((mixer.get("rope") or {}).get("scaling"))
     if not any(found):
         return None
-    first = found[0]
-    if any(s != first for s in found) or "beta_fast" not in (first or {}):
+    first = found[0] or {}
+    if any(s != first for s in found) or "beta_fast" not in first:
         raise IdentityError(f"{path}: block_overrides hold scalings other than one YaRN: {found[:2]}")
     return YarnConfig(
         factor=first["factor"],

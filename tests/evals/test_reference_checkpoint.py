@@ -124,7 +124,7 @@ def test_step_three_of_the_reference_is_continued_in_jax(reference, tmp_path):
     """Adopt step 3, train to 6 in JAX: CE, norm and receipts follow OLMo-core; so the moments are in place."""
     from model.train import Trainer, TrainSpec
 
-    run, spec = reference
+    run, _spec = reference
     train = TrainSpec(
         run, DataConfig(sequence_length=S, global_batch_instances=B, seed=7), MODEL, OptimizerConfig(), SCHEDULE,
         LossConfig(), HistoryConfig(adam_count_at_start=1), NumericsConfig(), MeshConfig(), TrainConfig(steps=6, landmarks=(3, 6)),

@@ -22,7 +22,7 @@ from model.schedule import learning_rate
 from model.sharding import make_mesh
 
 STEPS, B, S, SPIKES = 300, 4, 64, (140, 230)
-VOCAB, RESERVED = 2048, 64
+VOCAB, RESERVED = 512, 32
 SCHEDULE = ScheduleConfig(
     parts=(
         SchedulePart(kind="cosine", peak=3e-4, warmup=10, horizon=400, until=150),
