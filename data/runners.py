@@ -1,8 +1,9 @@
 """Beam runners by name: direct, dask, flink, dataflow. The job's bytes are the same on all of them.
 
 FnApiRunner is named explicitly: Beam's `DirectRunner` first looks for another engine on the network. With
-`processes` > 1 it starts SDK worker processes. The main session is never pickled. The surprising thing:
-DaskRunner leaves its client open, which hangs the process at exit, so `finish` closes it.
+`processes` > 1 it starts SDK worker processes. DaskRunner leaves its client open, which hangs the process at
+exit, so `finish` closes it. The surprising thing: Beam 2.77 pickles the main session by default on runners with
+remote workers, which breaks on them; it is switched off here for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from infra.errors import DataError, LaunchError
 
 RUNNERS = ("direct", "dask", "flink", "dataflow")
+NO_MAIN_SESSION = "--no_save_main_session"
 REMOTE = {"flink": "FlinkRunner", "dataflow": "DataflowRunner"}
 
 
@@ -27,7 +29,7 @@ def make_pipeline(
         raise DataError(f"{processes} processes are not possible", "use 1 or more")
     if runner == "dask":
         return _dask(processes, options)
-    flags = list(options)
+    flags = [*options, NO_MAIN_SESSION]
     engine: Any
     if runner == "direct":
         from apache_beam.runners.portability.fn_api_runner import FnApiRunner
@@ -53,7 +55,11 @@ def _dask(processes: int, options: Sequence[str]) -> tuple[beam.Pipeline, Callab
 
     own = not any(flag.startswith("--dask_client_address") for flag in options)
     cluster = LocalCluster(n_workers=processes, threads_per_worker=1, dashboard_address=None) if own else None
-    flags = [*options, *([f"--dask_client_address={cluster.scheduler_address}"] if cluster else [])]
+    flags = [
+        *options,
+        NO_MAIN_SESSION,
+        *([f"--dask_client_address={cluster.scheduler_address}"] if cluster else []),
+    ]
 
     def finish(pipeline: beam.Pipeline) -> None:
         result: Any = None

@@ -40,11 +40,31 @@ GIB = 2.0**30
 TYPES = {
     t.name: t
     for t in (
-        ChipType("v4", 32 * GIB, 275e12, 1.228e12, 300e9, 1, 4, False, 4096, "tpu-v4-podslice", "ct4p-hightpu-4t"),
-        ChipType("v5e", 16 * GIB, 197e12, 0.819e12, 200e9, 1, 4, True, 256, "tpu-v5-lite-podslice", "ct5lp-hightpu-4t"),
-        ChipType("v5p", 95 * GIB, 459e12, 2.765e12, 600e9, 1, 4, False, 6144, "tpu-v5p-slice", "ct5p-hightpu-4t"),
-        ChipType("v6e", 32 * GIB, 918e12, 1.64e12, 400e9, 1, 4, True, 256, "tpu-v6e-slice", "ct6e-standard-4t"),
-        ChipType("tpu7x", 192 * GIB, 2307e12, 7.38e12, 600e9, 2, 4, False, 9216, "tpu7x", "tpu7x-standard-4t"),
+        ChipType(
+            "v4", 32 * GIB, 275e12, 1.228e12, 300e9, 1, 4, False, 4096, "tpu-v4-podslice", "ct4p-hightpu-4t"
+        ),
+        ChipType(
+            "v5e",
+            16 * GIB,
+            197e12,
+            0.819e12,
+            200e9,
+            1,
+            4,
+            True,
+            256,
+            "tpu-v5-lite-podslice",
+            "ct5lp-hightpu-4t",
+        ),
+        ChipType(
+            "v5p", 95 * GIB, 459e12, 2.765e12, 600e9, 1, 4, False, 6144, "tpu-v5p-slice", "ct5p-hightpu-4t"
+        ),
+        ChipType(
+            "v6e", 32 * GIB, 918e12, 1.64e12, 400e9, 1, 4, True, 256, "tpu-v6e-slice", "ct6e-standard-4t"
+        ),
+        ChipType(
+            "tpu7x", 192 * GIB, 2307e12, 7.38e12, 600e9, 2, 4, False, 9216, "tpu7x", "tpu7x-standard-4t"
+        ),
     )
 }
 FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -102,7 +122,9 @@ def parse(text: str) -> Slice:
     """
     kind, _, shape_text = text.partition(":")
     if kind not in TYPES:
-        raise TopologyError(f"unknown TPU type {kind!r} in topology {text!r}", f"known types: {', '.join(TYPES)}")
+        raise TopologyError(
+            f"unknown TPU type {kind!r} in topology {text!r}", f"known types: {', '.join(TYPES)}"
+        )
     chip = TYPES[kind]
     try:
         shape = tuple(int(n) for n in shape_text.split("x"))

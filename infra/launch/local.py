@@ -70,6 +70,14 @@ async def _run(argv: Sequence[str], title: str, name: str, env: Mapping[str, str
     raise LaunchError(f"job {name} could not be started: {failure}")
 
 
+def _forget_finished() -> None:
+    """Drop ended jobs from XManager's list, or it says at exit that they may still be running."""
+    from xmanager.xm_local import execution
+
+    with execution._local_jobs_lock:
+        execution._local_jobs[:] = [h for h in execution._local_jobs if h.process.returncode is None]
+
+
 def _stop_group(pid: int, grace_seconds: float = 10.0) -> None:
     """SIGTERM to the job's process group, SIGKILL after `grace_seconds`."""
     try:
@@ -104,7 +112,10 @@ def run_module(
     attempt = 1 + len(list(log_dir.glob(f"{name}-*.log")))
     log = log_dir / f"{name}-{attempt}.log"
     environment = {"PYTHONUNBUFFERED": "1", **owner_environment(), **(env or {})}
-    code = asyncio.run(_run(["-m", module, *args], f"repro {name}", log.stem, environment, log_dir))
+    try:
+        code = asyncio.run(_run(["-m", module, *args], f"repro {name}", log.stem, environment, log_dir))
+    finally:
+        _forget_finished()
     if code not in accept:
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         tail = lines[-TAIL_LINES:]

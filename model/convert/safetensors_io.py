@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from infra.errors import IdentityError
+from model.convert.guard import check_header, check_index, parse_object
 
 DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
 CODES = {"float32": "F32", "bfloat16": "BF16"}
@@ -28,12 +29,17 @@ class Tensors:
         self.directory = directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            claimed = check_index(index)
+            names = sorted(set(claimed.values()))
         else:
-            names = ["model.safetensors"]
+            claimed, names = None, ["model.safetensors"]
         self.where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for name in names:
             self._read_header(directory / name)
+        stray = sorted((claimed or self.where).keys() ^ self.where.keys())
+        stray += [n for n, file in (claimed or {}).items() if n in self.where and self.where[n][0].name != file]
+        if stray:
+            raise IdentityError(f"{index} and its files disagree about {', '.join(stray[:5])}", "export the weights again")
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -42,15 +48,14 @@ class Tensors:
                 (length,) = struct.unpack("<Q", f.read(8))
                 if length > min(MAX_HEADER, size - 8):
                     raise ValueError(f"header of {length} bytes in a file of {size}")
-                header = json.loads(f.read(length))
+                header = parse_object(f.read(length), path)
         except FileNotFoundError:
             raise IdentityError(f"{path} does not exist", "export the weights again") from None
         except (ValueError, struct.error) as e:
             raise IdentityError(f"{path} is not a safetensors file: {e}", "export the weights again") from None
         header.pop("__metadata__", None)
+        check_header(header, size - 8 - length, path)
         for name, entry in header.items():
-            if 8 + length + entry["data_offsets"][1] > size:
-                raise IdentityError(f"{path} is cut short: {name} ends after the file", "export the weights again")
             if name in self.where:
                 raise IdentityError(f"{name} stands in two files of {self.directory}")
             self.where[name] = (path, 8 + length, entry)

@@ -17,13 +17,57 @@ from pathlib import Path
 from data.config import TokenizerConfig
 from data.tokenizer import tokenizer_file
 
-PACKAGES = (
-    "dolma==1.2.1 tokenizers==0.19.1 numpy==1.26.4 huggingface-hub==0.29.3 smart-open msgspec omegaconf "
-    "antlr4-python3-runtime==4.9.3 pyyaml necessary requirements-parser tqdm rich requests urllib3 idna certifi "
-    "charset-normalizer python-dotenv platformdirs wrapt filelock fsspec packaging typing-extensions markdown-it-py "
-    "mdurl pygments zstandard backports.zstd boto3 botocore s3transfer jmespath python-dateutil six s3fs aiohttp "
-    "aiobotocore anyascii jq jsonpath-ng ply uniseg nltk click regex joblib fasttext-wheel"
-).split()
+PACKAGES = [
+    "dolma==1.2.1",
+    "tokenizers==0.19.1",
+    "numpy==1.26.4",
+    "huggingface-hub==0.29.3",
+    "smart-open",
+    "msgspec",
+    "omegaconf",
+    "antlr4-python3-runtime==4.9.3",
+    "pyyaml",
+    "necessary",
+    "requirements-parser",
+    "tqdm",
+    "rich",
+    "requests",
+    "urllib3",
+    "idna",
+    "certifi",
+    "charset-normalizer",
+    "python-dotenv",
+    "platformdirs",
+    "wrapt",
+    "filelock",
+    "fsspec",
+    "packaging",
+    "typing-extensions",
+    "markdown-it-py",
+    "mdurl",
+    "pygments",
+    "zstandard",
+    "backports.zstd",
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "jmespath",
+    "python-dateutil",
+    "six",
+    "s3fs",
+    "aiohttp",
+    "aiobotocore",
+    "anyascii",
+    "jq",
+    "jsonpath-ng",
+    "ply",
+    "uniseg",
+    "nltk",
+    "click",
+    "regex",
+    "joblib",
+    "fasttext-wheel",
+]
 FIXTURE = Path(__file__).parent.parent / "data" / "fixtures" / "dolma"
 RUN = """
 import sys, warnings

@@ -7,10 +7,10 @@ from data.config import DataConfig, FilterConfig
 from data.index import InstanceIndex
 from data.loader import StepSource, _checked, batches
 from data.masks import open_mask, scan_index, write_mask
-from data.order import global_order, open_order, write_order
+from data.order import global_order, open_order, step_at, write_order
 from infra.errors import DataError
 
-S, B = 16, 7
+S, B = 16, 11
 SIZES = [1003, 517, 15, 2048, 0, 777, 16]
 
 
@@ -77,15 +77,14 @@ def test_filter_masks_the_rows_olmo_core_masks(corpus, reference_loader, tmp_pat
         np.testing.assert_array_equal(mine.instance_mask, instance_mask.numpy())
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_union_over_hosts_is_the_global_batch(corpus, reference_loader, hosts, prefetch):
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("workers, prefetch", [(0, 0), (0, 2), (2, 3)])
+def test_union_over_hosts_is_the_global_batch(corpus, reference_loader, hosts, workers, prefetch):
     _, index = corpus
     order = global_order(index.n_instances, 34521)
     whole = list(batches(index, order, config()))
-    streams = [
-        list(batches(index, order, config(prefetch=prefetch), host=h, hosts=hosts)) for h in range(hosts)
-    ]
+    cfg = config(workers=workers, prefetch=prefetch)
+    streams = [list(batches(index, order, cfg, host=h, hosts=hosts)) for h in range(hosts)]
     for k, full in enumerate(whole):
         for h in range(hosts):
             part = streams[h][k]
@@ -103,17 +102,59 @@ def test_every_instance_of_the_epoch_is_seen_once(corpus):
     assert len(set(seen.tolist())) == len(seen) == index.n_instances // B * B
 
 
-def test_worker_processes_change_nothing(corpus):
+@pytest.mark.parametrize("host, hosts", [(0, 1), (2, 3)])
+def test_worker_processes_change_nothing(corpus, host, hosts):
     _, index = corpus
     order = global_order(index.n_instances, 34521)
     straight = list(batches(index, order, config()))
-    parallel = list(
-        batches(index, order, config(workers=2, worker_kind="process"), start_step=3, stop_step=9)
-    )
+    cfg = config(workers=2, worker_kind="process")
+    parallel = list(batches(index, order, cfg, start_step=3, stop_step=9, host=host, hosts=hosts))
     assert [b.step for b in parallel] == list(range(3, 10))
     for mine, other in zip(parallel, straight[2:9], strict=True):
-        np.testing.assert_array_equal(mine.ids, other.ids)
-        np.testing.assert_array_equal(mine.tokens, other.tokens)
+        np.testing.assert_array_equal(mine.ids, other.ids[host::hosts])
+        np.testing.assert_array_equal(mine.tokens, other.tokens[host::hosts])
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_error_in_a_worker_reaches_the_caller(corpus, kind):
+    root, index = corpus
+    order = global_order(index.n_instances, 34521)
+    for path in root.rglob("*.npy"):
+        path.unlink()
+    broken = InstanceIndex(index.shards, S)
+    with pytest.raises(Exception, match="No such file"):
+        next(batches(broken, order, config(workers=1, worker_kind=kind)))
+
+
+@pytest.mark.parametrize("pauses", [[5], [5, 9], [5, 5, 6]], ids=["once", "twice", "right after a restore"])
+def test_resume_is_exact(corpus, pauses):
+    """Position is one integer: stop anywhere, continue in a new object, again and again."""
+    root, index = corpus
+    order = global_order(index.n_instances, 34521)
+    straight = [b.tokens for b in batches(index, order, config())]
+    seen: list[np.ndarray] = []
+    for pause in [*pauses, len(straight)]:
+        fresh = InstanceIndex.from_manifest(root, S)
+        stream = batches(fresh, order, config(prefetch=3), start_step=len(seen) + 1)
+        seen += [next(stream).tokens for _ in range(pause - len(seen))]
+    np.testing.assert_array_equal(np.stack(seen), np.stack(straight))
+
+
+def test_a_change_of_batch_size_resumes_as_olmo_core_does(corpus, reference_loader):
+    """Tokens decide: a remainder that fills no new batch is read again (sheet section 5.5)."""
+    _, index = corpus
+    order = global_order(index.n_instances, 34521)
+    old = reference_loader(paths_of(index), S, 6)
+    stream = iter(old)
+    for _ in range(3):
+        next(stream)
+    new = reference_loader(paths_of(index), S, 8)
+    new.load_state_dict(old.state_dict())
+    new.reshuffle(epoch=1)
+    cfg = DataConfig(sequence_length=S, global_batch_instances=8)
+    first = next(batches(index, order, cfg, start_step=step_at(3 * 6 * S, 8 * S) + 1))
+    assert first.step == 3
+    np.testing.assert_array_equal(first.ids, next(iter(new))["index"].numpy())
 
 
 def test_resume_at_every_step_with_another_number_of_hosts(corpus):
@@ -167,7 +208,7 @@ def test_a_corpus_too_small_for_one_batch_is_named(corpus):
     big = DataConfig(sequence_length=S, global_batch_instances=10_000)
     with pytest.raises(DataError, match="less than one batch"):
         next(batches(index, order, big))
-    with pytest.raises(DataError, match="steps of 7 need"):
+    with pytest.raises(DataError, match="steps of 11 need"):
         next(batches(index, order, config(), stop_step=10_000))
 
 

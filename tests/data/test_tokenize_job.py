@@ -208,6 +208,30 @@ def test_the_audit_is_enforced():
             audit_entries([{**entry, **change}], 10, 1 if change else 2)
 
 
+def test_the_main_session_is_never_pickled():
+    from apache_beam.options.pipeline_options import SetupOptions
+
+    from data.runners import make_pipeline
+
+    pipeline, _ = make_pipeline("direct", 2)
+    assert pipeline._options.view_as(SetupOptions).save_main_session is False
+    with pytest.raises(DataError, match="0 processes"):
+        make_pipeline("direct", 0)
+
+
+def test_output_behind_an_address_is_the_same(sources, tmp_path):
+    """Any fsspec address takes the output (gs:// in earnest, an in-memory store here)."""
+    import fsspec
+
+    local = tokenize(sources, tmp_path / "t", TokenizerConfig(), sequence_length=16)
+    remote = tokenize(sources, "memory://job-test/tokens", TokenizerConfig(), sequence_length=16)
+    assert remote == local
+    memory = fsspec.filesystem("memory")
+    for entry in local["shards"]:
+        for name in (entry["path"], entry["boundaries"]):
+            assert memory.cat_file(f"/job-test/tokens/{name}") == (tmp_path / "t" / name).read_bytes()
+
+
 UNPICKLE = """
 import pickle, sys
 sys.modules.pop("__main__")

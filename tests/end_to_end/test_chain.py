@@ -141,7 +141,9 @@ def test_killed_flow_continues_to_the_same_weights(whole, tmp_path):
 
 def test_wrong_theta_on_our_side_is_not_faithful(whole, tmp_path):
     run = tmp_path / "run"
-    done = repro("reproduce", "tiny", "--no-server", "--run-dir", str(run), *FLAGS, "--set", "model.rope_theta=10000")
+    done = repro(
+        "reproduce", "tiny", "--no-server", "--run-dir", str(run), *FLAGS, "--set", "model.rope_theta=10000"
+    )
     assert done.returncode == 1, done.stderr[-3000:]
     assert "NOT FAITHFUL" in done.stdout
     verdict = json.loads((run / "report" / "verdict.json").read_text())
@@ -168,7 +170,14 @@ def test_corpus_too_small_for_one_batch_is_named(tmp_path):
     (tmp_path / "docs" / "a.txt").write_text("a few words only")
     (tmp_path / "docs" / "b.txt").write_text("")
     source = json.dumps([{"domain": "prose", "glob": f"{tmp_path}/docs/*.txt"}])
-    flags = ["--set", "corpus.kind=files", "--set", f"corpus.sources={source}", "--run-dir", str(tmp_path / "run")]
+    flags = [
+        "--set",
+        "corpus.kind=files",
+        "--set",
+        f"corpus.sources={source}",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     assert repro("tokenize", "tiny", *flags).returncode in (0, 2)
     done = repro("order", "tiny", *flags)
     assert done.returncode == 2

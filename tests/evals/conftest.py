@@ -56,7 +56,9 @@ def hf_model(hf_dir):
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
-    return AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
 
 
 @pytest.fixture(scope="session")

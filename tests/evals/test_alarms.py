@@ -42,8 +42,16 @@ def manifests(**change):
 @pytest.mark.parametrize(
     ("name", "change", "word"),
     [
-        ("memorised data", {"training_difference": [0.0] * 20 + [-0.2] * 20, "heldout_difference": 0.05}, "seeing data again"),
-        ("optimizer state not fp32", {"optimizer_dtypes": {"m": "bfloat16", "v": "float32"}}, "m is bfloat16"),
+        (
+            "memorised data",
+            {"training_difference": [0.0] * 20 + [-0.2] * 20, "heldout_difference": 0.05},
+            "seeing data again",
+        ),
+        (
+            "optimizer state not fp32",
+            {"optimizer_dtypes": {"m": "bfloat16", "v": "float32"}},
+            "m is bfloat16",
+        ),
         ("receipt broken", {"receipts": {"16": "equal", "96": "broken"}}, "96"),
         ("EOS count is not document count", {"token_manifests": manifests(eos=11)}, "10 documents and 9 EOS"),
         ("token id out of range", {"token_manifests": manifests(max_id=100278)}, "100278"),

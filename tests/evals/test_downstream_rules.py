@@ -30,7 +30,11 @@ def request(lm, context, continuation):
 
 # F8: the exact ids at the join, one fixture per task shape; ids of the dolma2 tokenizer.
 JOINS = [
-    ("Question: What is ice?\nAnswer:", " frozen water", " frozen water"),  # arc, piqa, sciq: space with the answer
+    (
+        "Question: What is ice?\nAnswer:",
+        " frozen water",
+        " frozen water",
+    ),  # arc, piqa, sciq: space with the answer
     ("The man. He ", "walks.", " walks."),  # a trailing space moves over to the continuation
     ("Sarah was better so Maria", " always won.", " always won."),  # winogrande
     ("passage\nQuestion: is it?\nAnswer:", " yes", " yes"),  # boolq
@@ -52,7 +56,9 @@ def test_exact_ids_of_one_request(lm):
     got = request(lm, "Question: What is ice?\nAnswer:", " frozen water")
     engine = Tokenizer.from_file(str(lm.text.inner.path))
     assert got.tokens.tolist() == engine.encode("Question: What is ice?\nAnswer: frozen water").ids
-    assert got.tokens.tolist() == [14924, 25, 3639, 374, 10054, 5380, 16533, 25, 20268, 3090] and got.first == 8
+    assert (
+        got.tokens.tolist() == [14924, 25, 3639, 374, 10054, 5380, 16533, 25, 20268, 3090] and got.first == 8
+    )
 
 
 def test_an_empty_context_is_one_eos(lm):
@@ -158,7 +164,11 @@ def test_rolling_windows_predict_every_token_once_and_prefix_only_the_first():
     """F3: lm-eval's windows; one and three windows of a bigram give the same bits per byte."""
     tokens = list(range(100, 110))
     windows = rolling_requests(tokens, 7, 4)
-    assert [w.tokens.tolist() for w in windows] == [[7, 100, 101, 102, 103], [103, 104, 105, 106, 107], [105, 106, 107, 108, 109]]
+    assert [w.tokens.tolist() for w in windows] == [
+        [7, 100, 101, 102, 103],
+        [103, 104, 105, 106, 107],
+        [105, 106, 107, 108, 109],
+    ]
     assert [w.first for w in windows] == [1, 1, 3]
     assert [t for w in windows for t in w.tokens[w.first :].tolist()] == tokens
     assert rolling_requests([], 7, 4) == []

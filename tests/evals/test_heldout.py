@@ -53,7 +53,11 @@ def test_documents_are_cut_at_eos_and_at_the_context(tmp_path):
         found = read(root)
         assert [d.tokens.tolist() for d in found.documents] == [[1, 2, 3, EOS], list(range(1, 9)), [4, EOS]]
         assert [d.cut for d in found.documents] == [False, True, False]
-        assert found.left_out == {"without_a_prediction": 1, "unterminated_tail_tokens": 2, "beyond_the_limit": 0}
+        assert found.left_out == {
+            "without_a_prediction": 1,
+            "unterminated_tail_tokens": 2,
+            "beyond_the_limit": 0,
+        }
         assert found.documents[1].bytes == sum(range(2, 9))  # the first token is not predicted
     assert spans(np.array([5, 6]), EOS) == []
 
@@ -85,9 +89,13 @@ def test_losses_match_a_bigram_oracle_and_do_not_depend_on_the_batch(bigram):
     assert results[0] == results[1] == results[2]
     assert np.abs(np.array(results[0]) - want).max() < 2e-5
     found = summary(heldout, results[0])
-    assert found["pooled"]["per_prediction"] == pytest.approx(sum(want) / sum(len(d.tokens) - 1 for d in documents), abs=1e-6)
+    assert found["pooled"]["per_prediction"] == pytest.approx(
+        sum(want) / sum(len(d.tokens) - 1 for d in documents), abs=1e-6
+    )
     assert found["domains"]["a"]["documents"] == 3
-    assert found["pooled"]["bits_per_byte"] == pytest.approx(sum(want) / np.log(2) / sum(3 * len(d.tokens) for d in documents), rel=1e-6)
+    assert found["pooled"]["bits_per_byte"] == pytest.approx(
+        sum(want) / np.log(2) / sum(3 * len(d.tokens) for d in documents), rel=1e-6
+    )
 
 
 def test_losses_equal_torch_cross_entropy(scorer, params, hf_model, text):

@@ -47,7 +47,8 @@ def test_log_probabilities_equal_transformers(scorer, params, hf_model):
 
     rng = np.random.default_rng(4)
     requests = [
-        Request(rng.integers(0, 100278, n).astype(np.int32), f) for n, f in ((97, 1), (80, 40), (33, 5), (12, 11), (97, 60))
+        Request(rng.integers(0, 100278, n).astype(np.int32), f)
+        for n, f in ((97, 1), (80, 40), (33, 5), (12, 11), (97, 60))
     ]
     worst = 0.0
     for request, scored in zip(requests, scorer.score(params, requests), strict=True):
@@ -87,14 +88,20 @@ def test_any_lm_eval_run_gives_what_the_suite_gives(suite, ours, lm, task_cache)
     chosen = {n: choose_items(n, ours["digests"][n]["available"], ITEMS) for n in names}
     with quiet():
         out = lm_eval.simple_evaluate(
-            lm, tasks=list(load_tasks(names, task_cache).values()), samples=chosen, bootstrap_iters=0, num_fewshot=0
+            lm,
+            tasks=list(load_tasks(names, task_cache).values()),
+            samples=chosen,
+            bootstrap_iters=0,
+            num_fewshot=0,
         )
     for n in names:
         assert out["results"][n]["acc,none"] == ours["tasks"][n]["acc"]
         rows = {s["doc_id"]: s for s in out["samples"][n]}
         assert sorted(rows) == chosen[n]
         for r in ours["tasks"][n]["items"]:
-            assert [x[0] for x in rows[r["id"]]["filtered_resps"]] == pytest.approx(r["loglikelihoods"], abs=1e-5)
+            assert [x[0] for x in rows[r["id"]]["filtered_resps"]] == pytest.approx(
+                r["loglikelihoods"], abs=1e-5
+            )
 
 
 def test_rolling_equals_lm_evals_hf_model(lm, hf_lm):
@@ -115,7 +122,10 @@ def test_generation_equals_transformers(lm, hf_lm):
     from lm_eval.api.instance import Instance
 
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
-    requests = [Instance("generate_until", {}, (c, dict(options)), i) for i, c in enumerate(("Once upon a time", "def f(x):"))]
+    requests = [
+        Instance("generate_until", {}, (c, dict(options)), i)
+        for i, c in enumerate(("Once upon a time", "def f(x):"))
+    ]
     with quiet():
         theirs = hf_lm.generate_until(requests)
     assert lm.generate_until(requests) == theirs

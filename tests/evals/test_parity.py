@@ -225,7 +225,10 @@ def test_equal_training_passes(tmp_path):
         ({"grad_norm": {1: 1.00001}}, "grad_norm_f64_relative_step1"),
         ({"lr": {2: 2.1e-4}}, "lr_relative"),
         ({"skipped": {9: 1.0}}, "skip decisions differ at steps [9]"),
-        ({"receipt": dict.fromkeys(range(8, 13), "0" * 64)}, "landmarks 12; the first step that differs is 8"),
+        (
+            {"receipt": dict.fromkeys(range(8, 13), "0" * 64)},
+            "landmarks 12; the first step that differs is 8",
+        ),
         ({"ce": {5: None}}, "ce is not finite at step 5"),
     ],
 )
@@ -258,6 +261,8 @@ def test_weights_difference_names_the_worst(tmp_path):
     found = parity.weights_difference(tmp_path / "a", tmp_path / "b", base=tmp_path / "base")
     assert found["worst"]["name"] == "t1" and not found["equal"]
     gap = np.linalg.norm((a["t1"].astype(np.float64) - b["t1"]).ravel())
-    assert found["worst"]["relative"] == pytest.approx(gap / np.linalg.norm(a["t1"].astype(np.float64)), rel=1e-12)
+    assert found["worst"]["relative"] == pytest.approx(
+        gap / np.linalg.norm(a["t1"].astype(np.float64)), rel=1e-12
+    )
     assert found["worst_of_way"]["of_way"] == pytest.approx(0.01, rel=1e-3)
     assert parity.weights_difference(tmp_path / "a", tmp_path / "a")["equal"]

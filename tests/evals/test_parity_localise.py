@@ -154,8 +154,12 @@ def test_yarn_on_the_wrong_layers_is_named(pair, tmp_path):
     path.write_text(json.dumps(hf))
     found = localise(tmp_path / "all", import_hf(out, cfg), cfg, TOKENS)
     assert (found["first"]["layer"], found["first"]["part"]) == (0, "RoPE cos")
-    assert "layer 0 (sliding attention): YaRN is applied by the reference and not by ours" in found["causes"][0]
+    assert (
+        "layer 0 (sliding attention): YaRN is applied by the reference and not by ours" in found["causes"][0]
+    )
     assert {r["layer"] for r in found["rows"] if r["drifts"]} == {0, 1, 2, 4, 5, 6}
     forgotten = localise(out, import_hf(out, cfg), config(), TOKENS)
     assert forgotten["first"]["layer"] == 3
-    assert "layer 3 (full attention): YaRN is applied by the reference and not by ours" in forgotten["causes"][0]
+    assert (
+        "layer 3 (full attention): YaRN is applied by the reference and not by ours" in forgotten["causes"][0]
+    )

@@ -209,7 +209,11 @@ def test_init_goldens_of_the_sheet():
     state = build_initialised(olmo3_size("190M").model_copy(update={"init_seed": 0}), 64).state_dict()
     golden = {
         "embeddings.weight": (-0.022516796365380287, -0.023047203198075294, -0.005011571571230888),
-        "blocks.0.attention.w_q.weight": (-0.0028571118600666523, 0.011026166379451752, -0.004354082979261875),
+        "blocks.0.attention.w_q.weight": (
+            -0.0028571118600666523,
+            0.011026166379451752,
+            -0.004354082979261875,
+        ),
         "blocks.0.feed_forward.w2.weight": (0.0456354133784771, 0.03544745221734047, -0.025438779965043068),
         "lm_head.w_out.weight": (-0.009284182451665401, -0.0005625541671179235, -0.025684095919132233),
     }
@@ -240,7 +244,32 @@ def test_golden_run_of_the_sheet(tmp_path):
     )  # fmt: skip
     rows = run_here(spec)
     ids = [i for row in rows for i in row["ids"]]
-    assert ids[:24] == [45, 23, 33, 60, 4, 54, 31, 3, 34, 26, 50, 61, 63, 11, 6, 28, 43, 56, 2, 12, 17, 9, 29, 44]
+    assert ids[:24] == [
+        45,
+        23,
+        33,
+        60,
+        4,
+        54,
+        31,
+        3,
+        34,
+        26,
+        50,
+        61,
+        63,
+        11,
+        6,
+        28,
+        43,
+        56,
+        2,
+        12,
+        17,
+        9,
+        29,
+        44,
+    ]
     golden = [
         (5.0e-4, 5.560113906860352, 3.0893011717e-4, 5.233689308166504),
         (1.0e-3, 5.466424942016602, 3.0903291190e-4, 4.941889762878418),
@@ -274,7 +303,12 @@ def golden_weights(model: ModelConfig, out: Path) -> None:
     parts = ["attention.w_q", "attention.w_k", "attention.w_v", "attention.w_out", "attention.q_norm",
              "attention.k_norm", "attention_norm", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
              "feed_forward_norm"]  # fmt: skip
-    names = ["embeddings", *(f"blocks.{i}.{p}" for i in range(4) for p in parts), "lm_head.norm", "lm_head.w_out"]
+    names = [
+        "embeddings",
+        *(f"blocks.{i}.{p}" for i in range(4) for p in parts),
+        "lm_head.norm",
+        "lm_head.w_out",
+    ]
     state = built.state_dict()
     assert set(state) == {f"{n}.weight" for n in names}
     for k, name in enumerate(names):

@@ -70,7 +70,9 @@ def write_tokens(run: Path) -> None:
         "path": "synthetic/00000.npy", "label": "synthetic", "tokens": S * 60 + 3, "bytes": path.stat().st_size,
         "sha256": full_digest(path), "sample_sha256": sample_digest(path), "min_id": 0, "max_id": 249,
     }  # fmt: skip
-    (run / "tokens/train/manifest.json").write_text(json.dumps({"format": "olmo3-tokens-v1", "shards": [shard]}))
+    (run / "tokens/train/manifest.json").write_text(
+        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard]})
+    )
     (run / "tokens/train/mix.txt").write_text("synthetic,synthetic/00000.npy\n")
     index = InstanceIndex.from_manifest(run / "tokens/train", S)
     write_order(run / "order", index.n_instances, seed=7, index_digest=index.digest)
@@ -117,7 +119,9 @@ def test_optimizer_state_is_carried(reference):
     raw = dcp.Checkpoint(step_dir(run, 6))
     for e in entries(MODEL):
         leaf = layout.get(state["opt"]["v"], e.path)
-        assert np.array_equal(leaf if e.index is None else leaf[e.index], raw.read(f"optim.state.{e.olmo_core}.exp_avg_sq"))
+        assert np.array_equal(
+            leaf if e.index is None else leaf[e.index], raw.read(f"optim.state.{e.olmo_core}.exp_avg_sq")
+        )
 
 
 def test_step_three_of_the_reference_is_continued_in_jax(reference, tmp_path):
@@ -168,7 +172,9 @@ def test_wrong_model_is_named(reference):
 # ---------------------------------------------------------------- several chunks, and hostile files
 
 
-def forged(folder: Path, size=(4, 3), chunks=(((0, 0), (2, 3)), ((2, 0), (2, 3))), path="__0_0.distcp") -> Path:
+def forged(
+    folder: Path, size=(4, 3), chunks=(((0, 0), (2, 3)), ((2, 0), (2, 3))), path="__0_0.distcp"
+) -> Path:
     """A checkpoint of one tensor `t` = 0..11 stored in `chunks`, written by torch's own classes."""
     from olmo_core.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint import metadata as m

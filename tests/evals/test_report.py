@@ -19,7 +19,12 @@ from infra.artifacts import read_json, write_bytes_atomic, write_json_atomic
 from infra.errors import DataError
 
 STEPS = (2, 4)
-TEXTS = ("The cat sat on the mat and looked at the moon.", "def f(x):\n    return x + 1\n", "import os, sys\nprint(os.name)\n", "A tale of two cities.")
+TEXTS = (
+    "The cat sat on the mat and looked at the moon.",
+    "def f(x):\n    return x + 1\n",
+    "import os, sys\nprint(os.name)\n",
+    "A tale of two cities.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +37,21 @@ def recipe(model_cfg):
     tree["train"] |= {"steps": 4, "landmarks": list(STEPS)}
     tree["data"]["sequence_length"] = 96
     tree["parity"]["prompt_tokens"] = 0
-    tree["evals"] |= {"tasks": ["arc_easy", "piqa"], "items_per_task": 8, "heldout_documents": 6, "max_cut_share": 1.0, "batch_tokens": 768}
+    tree["evals"] |= {
+        "tasks": ["arc_easy", "piqa"],
+        "items_per_task": 8,
+        "heldout_documents": 6,
+        "max_cut_share": 1.0,
+        "batch_tokens": 768,
+    }
     return validate(tree).model_dump(mode="json")
 
 
 def tokens_dir(root, text, seed):
-    entries, totals = [], {"documents": 0, "eos": 0, "literal_eos": 0, "min_id": 0, "max_id": 100257, "tokens": 0}
+    entries, totals = (
+        [],
+        {"documents": 0, "eos": 0, "literal_eos": 0, "min_id": 0, "max_id": 100257, "tokens": 0},
+    )
     domains = {}
     for label in ("code", "prose"):
         rng = np.random.default_rng(seed)
@@ -45,7 +59,15 @@ def tokens_dir(root, text, seed):
         ids = np.array(sum(documents, []), "<u4")
         (root / label).mkdir(parents=True)
         ids.tofile(root / label / "00000.npy")
-        entries.append({"path": f"{label}/00000.npy", "label": label, "tokens": len(ids), "sha256": "", "sample_sha256": ""})
+        entries.append(
+            {
+                "path": f"{label}/00000.npy",
+                "label": label,
+                "tokens": len(ids),
+                "sha256": "",
+                "sample_sha256": "",
+            }
+        )
         domains[label] = {"documents": 7, "eos": 7, "tokens": len(ids)}
         totals["documents"] += 7
         totals["eos"] += 7
@@ -59,7 +81,9 @@ def corpus_dir(root):
 
     domains = {}
     for label in ("code", "prose"):
-        entry = {"rejected_names": [{"reason": "not UTF-8", "source": f"{label}/bad.txt", "loc": 3, "id": "x"}]}
+        entry = {
+            "rejected_names": [{"reason": "not UTF-8", "source": f"{label}/bad.txt", "loc": 3, "id": "x"}]
+        }
         for split in ("train", "heldout"):
             name = f"{split}/{label}/00000.jsonl.gz"
             (root / name).parent.mkdir(parents=True)
@@ -67,15 +91,21 @@ def corpus_dir(root):
                 f.write(json.dumps({"id": "1", "text": f"{split} {label}"}) + "\n")
             entry[split] = {"documents": 1, "bytes": 9, "shards": [name]}
         domains[label] = entry
-    write_json_atomic(root / "corpus.json", {"format": "olmo3-corpus-v1", "domains": domains, "rejected": {"not UTF-8": 2}})
+    write_json_atomic(
+        root / "corpus.json", {"format": "olmo3-corpus-v1", "domains": domains, "rejected": {"not UTF-8": 2}}
+    )
 
 
 def training_logs(run, gap=1e-6):
     for side, folder in ((0, "reference"), (1, "train")):
         rows = [{"step": s, "ce": 11.0 - 0.1 * s + side * gap * (-1) ** s, "z_loss": 1e-3, "grad_norm": 1.0, "lr": 1e-4 * s, "skipped": 0,
                  "receipt": hashlib.sha256(bytes([s])).hexdigest()} for s in range(1, 5)]  # fmt: skip
-        write_bytes_atomic(run / folder / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
-    write_json_atomic(run / "reference" / "receipts.json", {str(s): hashlib.sha256(bytes([s])).hexdigest() for s in STEPS})
+        write_bytes_atomic(
+            run / folder / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode()
+        )
+    write_json_atomic(
+        run / "reference" / "receipts.json", {str(s): hashlib.sha256(bytes([s])).hexdigest() for s in STEPS}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +121,25 @@ def whole(recipe, model_cfg, params, text, tmp_path_factory):
         tokens_dir(run / "tokens" / split, text, seed)
     training_logs(run)
     for step in STEPS:
-        export_hf(params, model_cfg, run / "reference" / "hf" / f"step{step}", context_length=96, keep_padding=True)
+        export_hf(
+            params, model_cfg, run / "reference" / "hf" / f"step{step}", context_length=96, keep_padding=True
+        )
         moved = jax.tree.map(lambda x: x * np.float32(1 + 2e-7), params)
-        state = {"params": moved, "opt": {"m": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)}, "step": np.int32(step)}
+        state = {
+            "params": moved,
+            "opt": {"m": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)},
+            "step": np.int32(step),
+        }
         meta = {"position": {"step": step}, "model": model_cfg.model_dump(mode="json")}
         write_checkpoint(run / "checkpoints", step, state, meta)
-        write_json_atomic(run / "parity" / f"step{step}.json", {"ok": True, "max": 3e-6, "mean": 1e-7, "kl_max": 2e-12, "kl_mean": 1e-13})
-    write_json_atomic(run / "parity" / "step0.json", {"ok": True, "max": 3e-6, "mean": 1e-7, "kl_max": 2e-12, "kl_mean": 1e-13})
+        write_json_atomic(
+            run / "parity" / f"step{step}.json",
+            {"ok": True, "max": 3e-6, "mean": 1e-7, "kl_max": 2e-12, "kl_mean": 1e-13},
+        )
+    write_json_atomic(
+        run / "parity" / "step0.json",
+        {"ok": True, "max": 3e-6, "mean": 1e-7, "kl_max": 2e-12, "kl_mean": 1e-13},
+    )
     evaluate_run(run)
     return run
 
@@ -106,7 +148,9 @@ def whole(recipe, model_cfg, params, text, tmp_path_factory):
 def run(whole, tmp_path):
     """A copy to spoil. Weights are linked, not copied."""
     out = tmp_path / "run"
-    shutil.copytree(whole, out, copy_function=lambda a, b: shutil.copy(a, b) if "safetensors" not in a else None)
+    shutil.copytree(
+        whole, out, copy_function=lambda a, b: shutil.copy(a, b) if "safetensors" not in a else None
+    )
     return out
 
 
@@ -156,9 +200,15 @@ def test_results_of_other_weights_are_not_reused(whole, recipe, model_cfg, param
     export_hf(other, model_cfg, run / "reference" / "hf" / "step2", context_length=96, keep_padding=True)
     Evaluator(run, EvaluateSpec.from_recipe(recipe), cache=whole / ".cache" / "evals").landmark(2)
     new = read_json(run / "evals" / "step2" / "reference.heldout.json")
-    assert new["fingerprint"] != old["fingerprint"] and new["pooled"]["per_prediction"] != old["pooled"]["per_prediction"]
+    assert (
+        new["fingerprint"] != old["fingerprint"]
+        and new["pooled"]["per_prediction"] != old["pooled"]["per_prediction"]
+    )
     verdict = verdict_of(run)
-    assert verdict["overall"] == "NOT FAITHFUL" and verdict["landmarks"]["2"] == "NOT FAITHFUL" != verdict["landmarks"]["4"]
+    assert (
+        verdict["overall"] == "NOT FAITHFUL"
+        and verdict["landmarks"]["2"] == "NOT FAITHFUL" != verdict["landmarks"]["4"]
+    )
 
 
 def test_a_reference_without_a_landmark_is_named(whole, model_cfg):
@@ -168,7 +218,10 @@ def test_a_reference_without_a_landmark_is_named(whole, model_cfg):
 
 def test_a_run_that_stopped_at_the_gate_gets_its_report(recipe, tmp_path):
     write_json_atomic(tmp_path / "recipe.json", recipe)
-    write_json_atomic(tmp_path / "parity" / "step0.json", {"ok": False, "max": 0.3, "mean": 0.01, "kl_max": 1e-3, "kl_mean": 1e-4, "where": "layer 0, w_q"})
+    write_json_atomic(
+        tmp_path / "parity" / "step0.json",
+        {"ok": False, "max": 0.3, "mean": 0.01, "kl_max": 1e-3, "kl_mean": 1e-4, "where": "layer 0, w_q"},
+    )
     verdict = verdict_of(tmp_path)
     assert verdict["overall"] == "NOT FAITHFUL" and "step-0 weights failed" in verdict["reasons"][0]
     page = (tmp_path / "report" / "index.html").read_text()
@@ -178,15 +231,43 @@ def test_a_run_that_stopped_at_the_gate_gets_its_report(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "overall", "word"),
     [
-        (lambda r: (r / "parity" / "step2.json").unlink(), "INCONCLUSIVE", "not measured: logit parity of the export of step 2"),
-        (lambda r: write_json_atomic(r / "parity" / "step4.json", {"ok": False, "max": 1.0}), "NOT FAITHFUL", "export of step 4 failed"),
-        (lambda r: write_json_atomic(r / "reference" / "receipts.json", {"2": "ff", "4": "ff"}), "NOT FAITHFUL", "receipt is broken at step 2"),
+        (
+            lambda r: (r / "parity" / "step2.json").unlink(),
+            "INCONCLUSIVE",
+            "not measured: logit parity of the export of step 2",
+        ),
+        (
+            lambda r: write_json_atomic(r / "parity" / "step4.json", {"ok": False, "max": 1.0}),
+            "NOT FAITHFUL",
+            "export of step 4 failed",
+        ),
+        (
+            lambda r: write_json_atomic(r / "reference" / "receipts.json", {"2": "ff", "4": "ff"}),
+            "NOT FAITHFUL",
+            "receipt is broken at step 2",
+        ),
         (lambda r: (r / "reference" / "receipts.json").unlink(), "INCONCLUSIVE", "no data receipt"),
-        (lambda r: (r / "evals" / "step4" / "token_kl.json").unlink(), "INCONCLUSIVE", "token KL: not evaluated at step 4"),
-        (lambda r: (r / "evals" / "step2" / "reproduced.heldout.json").write_text("{"), "INCONCLUSIVE", "held-out loss: not evaluated at step 2"),
+        (
+            lambda r: (r / "evals" / "step4" / "token_kl.json").unlink(),
+            "INCONCLUSIVE",
+            "token KL: not evaluated at step 4",
+        ),
+        (
+            lambda r: (r / "evals" / "step2" / "reproduced.heldout.json").write_text("{"),
+            "INCONCLUSIVE",
+            "held-out loss: not evaluated at step 2",
+        ),
         (lambda r: training_logs(r, gap=1e-3), "INCONCLUSIVE", "training does not follow"),
-        (lambda r: (r / "train" / "metrics.jsonl").unlink(), "INCONCLUSIVE", "not compared with the reference step by step"),
-        (lambda r: shutil.rmtree(r / "checkpoints" / "step4" / "optimizer"), "INCONCLUSIVE", "optimizer state not fp32"),
+        (
+            lambda r: (r / "train" / "metrics.jsonl").unlink(),
+            "INCONCLUSIVE",
+            "not compared with the reference step by step",
+        ),
+        (
+            lambda r: shutil.rmtree(r / "checkpoints" / "step4" / "optimizer"),
+            "INCONCLUSIVE",
+            "optimizer state not fp32",
+        ),
         (lambda r: (r / "corpus" / "corpus.json").unlink(), "INCONCLUSIVE", "overlap"),
         (lambda r: (r / "tokens" / "train" / "manifest.json").unlink(), "INCONCLUSIVE", "EOS count"),
     ],
@@ -238,11 +319,23 @@ class Page(HTMLParser):
 def test_the_page_is_whole_and_asks_for_nothing_outside(whole):
     text = build(whole).read_text()
     page = Page(text)
-    assert page.outside == [] and "<script" not in text and "@import" not in text and not re.search(r"url\((?!#)", text)
+    assert (
+        page.outside == []
+        and "<script" not in text
+        and "@import" not in text
+        and not re.search(r"url\((?!#)", text)
+    )
     assert page.tags["svg"] >= 6 and page.tags["table"] >= 10 and len(page.ids) == len(set(page.ids))
     assert "prefers-color-scheme:dark" in text and "@media print" in text and 'name="viewport"' in text
     assert not re.search(r"#1010[0-9a-f]{2}", text)  # every placeholder colour became a variable
-    for title in ("Landmarks and surfaces", "Training loss", "Token KL", "Data receipts", "What is not proven", "Alarms"):
+    for title in (
+        "Landmarks and surfaces",
+        "Training loss",
+        "Token KL",
+        "Data receipts",
+        "What is not proven",
+        "Alarms",
+    ):
         assert f"<h2>{title}</h2>" in text
     assert "bad.txt" in text  # the document that is not UTF-8 is named
 

@@ -16,7 +16,9 @@ def oracle(table: np.ndarray, request: Request) -> tuple[np.ndarray, np.ndarray]
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     t = request.tokens
     at = range(request.first, len(t))
-    return np.array([logp[t[p - 1], t[p]] for p in at]), np.array([logp[t[p - 1]].argmax() == t[p] for p in at])
+    return np.array([logp[t[p - 1], t[p]] for p in at]), np.array(
+        [logp[t[p - 1]].argmax() == t[p] for p in at]
+    )
 
 
 def requests_of(n: int = 60, seed: int = 1) -> list[Request]:
@@ -51,7 +53,9 @@ def test_scores_do_not_depend_on_batch_size_order_or_vocabulary_block(bigram):
     for i, scored in zip(shuffled, again, strict=True):
         assert (scored.logprob == base[i].logprob).all()
     for other in (make(batch_tokens=24), make(batch_tokens=512)):
-        assert all((a.logprob == b.logprob).all() for a, b in zip(base, other.score(table, requests), strict=True))
+        assert all(
+            (a.logprob == b.logprob).all() for a, b in zip(base, other.score(table, requests), strict=True)
+        )
     wide = make(vocab_block=64).score(table, requests)
     assert max(np.abs(a.logprob - b.logprob).max() for a, b in zip(base, wide, strict=True)) < 2e-6
 

@@ -31,12 +31,21 @@ def losses(shift: float, n: int = 40, noise: float = 0.002, seed: int = 0):
 
 @pytest.mark.parametrize(
     ("shift", "noise", "outcome"),
-    [(0.0, 0.002, "equivalent"), (0.02, 0.002, "different"), (-0.02, 0.002, "different"), (0.0095, 0.01, "inconclusive")],
+    [
+        (0.0, 0.002, "equivalent"),
+        (0.02, 0.002, "different"),
+        (-0.02, 0.002, "different"),
+        (0.0095, 0.01, "inconclusive"),
+    ],
 )
 def test_losses_inside_outside_and_across_the_bound(shift, noise, outcome):
     found = loss_difference(*losses(shift, noise=noise), bound=0.01, bounds=BOUNDS, landmarks=6)
     assert found.outcome == outcome
-    assert found.low < found.difference < found.high and found.wide_low <= found.low and found.wide_high >= found.high
+    assert (
+        found.low < found.difference < found.high
+        and found.wide_low <= found.low
+        and found.wide_high >= found.high
+    )
     assert found.reproduced - found.reference == pytest.approx(found.difference, abs=1e-12)
 
 
@@ -107,7 +116,9 @@ def test_unequal_tasks_count_equally():
 def test_kl_is_held_against_its_upper_end_only():
     n = [100] * 40
     small = kl_level([1e-7 * 100] * 40, n, ["a"] * 40, bound=1.5e-3, bounds=BOUNDS, landmarks=6)
-    large = kl_level([3e-3 * (100 + i % 3) for i in range(40)], n, ["a"] * 40, bound=1.5e-3, bounds=BOUNDS, landmarks=6)
+    large = kl_level(
+        [3e-3 * (100 + i % 3) for i in range(40)], n, ["a"] * 40, bound=1.5e-3, bounds=BOUNDS, landmarks=6
+    )
     assert small.outcome == "equivalent" and small.low >= 0
     assert large.outcome == "different"
 

@@ -27,7 +27,9 @@ def test_both_directions_match_float64(bigram, shift):
     make, table = bigram
     other = (table + shift * np.random.default_rng(1).normal(size=table.shape)).astype(np.float32)
     heldout = documents()
-    nll_p, nll_q, found = evaluate(PairScorer(make(), make()), jnp.asarray(table), jnp.asarray(other), heldout)
+    nll_p, nll_q, found = evaluate(
+        PairScorer(make(), make()), jnp.asarray(table), jnp.asarray(other), heldout
+    )
     p, q = log_softmax(table), log_softmax(other)
     forward, backward = (np.exp(p) * (p - q)).sum(1), (np.exp(q) * (q - p)).sum(1)
     agree = p.argmax(1) == q.argmax(1)
@@ -36,7 +38,9 @@ def test_both_directions_match_float64(bigram, shift):
         assert row["kl_forward"] == pytest.approx(forward[ctx].sum(), rel=1e-3)
         assert row["kl_backward"] == pytest.approx(backward[ctx].sum(), rel=1e-3)
         assert row["agree"] == agree[ctx].sum()
-        assert a == pytest.approx(-p[ctx, nxt].sum(), rel=1e-5) and b == pytest.approx(-q[ctx, nxt].sum(), rel=1e-5)
+        assert a == pytest.approx(-p[ctx, nxt].sum(), rel=1e-5) and b == pytest.approx(
+            -q[ctx, nxt].sum(), rel=1e-5
+        )
     total = sum(len(d.tokens) - 1 for d in heldout.documents)
     want = sum(forward[d.tokens[:-1]].sum() for d in heldout.documents) / total
     assert found["pooled"]["kl_forward"] == pytest.approx(want, rel=1e-4)
@@ -56,7 +60,10 @@ def test_the_noise_floor_of_equal_and_of_nearly_equal_weights(scorer, model_cfg,
 
     want = []
     for d in heldout.documents:
-        p, q = (np.asarray(logits(w, model_cfg, NumericsConfig(), d.tokens[None, :-1]), np.float64)[0] for w in (params, moved))
+        p, q = (
+            np.asarray(logits(w, model_cfg, NumericsConfig(), d.tokens[None, :-1]), np.float64)[0]
+            for w in (params, moved)
+        )
         p, q = log_softmax(p), log_softmax(q)
         want.append((np.exp(p) * (p - q)).sum(1))
     want = np.concatenate(want).mean()
@@ -76,7 +83,9 @@ def test_the_pair_pass_gives_the_same_losses_as_the_single_pass(scorer, params, 
 def test_positions_cover_every_prediction_once(bigram):
     make, table = bigram
     heldout = documents()
-    compared = PairScorer(make(), make()).compare(jnp.asarray(table), jnp.asarray(table + 1), [d.tokens for d in heldout.documents])
+    compared = PairScorer(make(), make()).compare(
+        jnp.asarray(table), jnp.asarray(table + 1), [d.tokens for d in heldout.documents]
+    )
     bins = by_position(compared)
     assert sum(b["predictions"] for b in bins) == sum(d.predictions for d in heldout.documents)
     assert bins[0]["from"] == 1 and all(a["to"] == b["from"] for a, b in zip(bins, bins[1:]))

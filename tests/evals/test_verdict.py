@@ -12,7 +12,11 @@ SURFACES = list(SURFACE_NAMES)
 
 
 def comparison(outcome: str = "equivalent", **more):
-    values = {"equivalent": (0.0, -0.001, 0.001), "different": (0.05, 0.04, 0.06), "inconclusive": (0.008, -0.02, 0.03)}
+    values = {
+        "equivalent": (0.0, -0.001, 0.001),
+        "different": (0.05, 0.04, 0.06),
+        "inconclusive": (0.008, -0.02, 0.03),
+    }
     d, low, high = values[outcome]
     return {"difference": d, "low": low, "high": high, "bound": 0.01, "outcome": outcome, "unit": "documents",
             "needed": 400 if outcome == "inconclusive" else None, **more}  # fmt: skip
@@ -55,11 +59,17 @@ def test_a_missing_surface_is_never_faithful(clean, surface):
 
 
 @pytest.mark.parametrize("surface", SURFACES)
-@pytest.mark.parametrize(("outcome", "overall"), [("different", NOT_FAITHFUL), ("inconclusive", INCONCLUSIVE)])
+@pytest.mark.parametrize(
+    ("outcome", "overall"), [("different", NOT_FAITHFUL), ("inconclusive", INCONCLUSIVE)]
+)
 def test_one_cell_decides(clean, surface, outcome, overall):
     clean["comparisons"]["48"][surface] = comparison(outcome)
     verdict = judge(clean)
-    assert verdict.overall == overall and verdict.landmarks["48"] == overall and verdict.landmarks["32"] == FAITHFUL
+    assert (
+        verdict.overall == overall
+        and verdict.landmarks["48"] == overall
+        and verdict.landmarks["32"] == FAITHFUL
+    )
     assert any(SURFACE_NAMES[surface] in r and "step 48" in r for r in verdict.reasons)
 
 
@@ -112,7 +122,11 @@ def test_removing_any_leaf_is_never_faithful(clean):
     asked = {"landmarks", "surfaces", "gates"}
     seen = 0
     for path in list(leaves(clean)):
-        if path[-1] in harmless or path[-1] in {"difference", "low", "high", "bound"} or (path[0] in asked and len(path) == 2):
+        if (
+            path[-1] in harmless
+            or path[-1] in {"difference", "low", "high", "bound"}
+            or (path[0] in asked and len(path) == 2)
+        ):
             continue
         broken = copy.deepcopy(clean)
         node = broken

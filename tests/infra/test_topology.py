@@ -25,7 +25,8 @@ def test_slices_that_exist(name, chips, hosts, devices, gib):
 
 
 @pytest.mark.parametrize(
-    "name", ["v5p:3x7x13", "v5p:4x4", "v5p:8x4x4", "v6e:4x4x4", "v6e:3x3", "v5p", "v5p:", "v5p:axb", "v5p:32x32x32"]
+    "name",
+    ["v5p:3x7x13", "v5p:4x4", "v5p:8x4x4", "v6e:4x4x4", "v6e:3x3", "v5p", "v5p:", "v5p:axb", "v5p:32x32x32"],
 )
 def test_slices_that_do_not(name):
     with pytest.raises(TopologyError, match="does not exist"):

@@ -96,7 +96,9 @@ def random_params(cfg, seed=0, scale=0.05):
 
     def draw(path, axes, shape):
         one = len([a for a in axes if a != "repeats"]) == 1
-        return ((1 + 0.2 * rng.standard_normal(shape)) if one else scale * rng.standard_normal(shape)).astype(np.float32)
+        return ((1 + 0.2 * rng.standard_normal(shape)) if one else scale * rng.standard_normal(shape)).astype(
+            np.float32
+        )
 
     return layout.map_axes(draw, cfg)
 
@@ -123,7 +125,10 @@ def core_config(cfg):
         y = cfg.rope_scaling
         config = config.with_rope_scaling(
             YaRNRoPEScalingConfig(
-                factor=y.factor, beta_fast=int(y.beta_fast), beta_slow=int(y.beta_slow), old_context_len=y.original_context
+                factor=y.factor,
+                beta_fast=int(y.beta_fast),
+                beta_slow=int(y.beta_slow),
+                old_context_len=y.original_context,
             )
         )
     return config
@@ -154,5 +159,9 @@ def ref():
     from types import SimpleNamespace
 
     return SimpleNamespace(
-        random_params=random_params, core_model=core_model, core_config=core_config, core_weights=core_weights, stack=stack
+        random_params=random_params,
+        core_model=core_model,
+        core_config=core_config,
+        core_weights=core_weights,
+        stack=stack,
     )

@@ -54,7 +54,9 @@ def test_long_paths_against_short_one(monkeypatch, window, packed):
     S = 173  # no multiple of anything
     q, k, v = inputs(S, 4, 2)
     docs = documents(S) if packed else None
-    np.testing.assert_allclose(attention(q, k, v, window=window, doc_ids=docs), oracle(q, k, v, window, docs), atol=3e-6)
+    np.testing.assert_allclose(
+        attention(q, k, v, window=window, doc_ids=docs), oracle(q, k, v, window, docs), atol=3e-6
+    )
 
     def loss(q, k, v):
         return jnp.sum(jnp.sin(attention(q, k, v, window=window, doc_ids=docs)))
@@ -63,7 +65,9 @@ def test_long_paths_against_short_one(monkeypatch, window, packed):
     monkeypatch.setattr(lib, "SLICE", 16)
     monkeypatch.setattr(lib, "UNROLL", 3)
     monkeypatch.setattr(lib, "STORE_LIMIT", 1)
-    np.testing.assert_allclose(attention(q, k, v, window=window, doc_ids=docs), oracle(q, k, v, window, docs), atol=3e-6)
+    np.testing.assert_allclose(
+        attention(q, k, v, window=window, doc_ids=docs), oracle(q, k, v, window, docs), atol=3e-6
+    )
     for a, b in zip(jax.grad(loss, (0, 1, 2))(q, k, v), plain):
         np.testing.assert_allclose(a, b, atol=5e-6)
 

@@ -52,7 +52,9 @@ def test_parameters_only_and_self_describing(tmp_path, spec, state):  # B1, B3
 
 def test_donated_buffers_do_not_reach_the_file(tmp_path, spec, state):  # D2, D7
     before = state_digest(state)
-    destroy = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 7 if x.dtype == jnp.float32 else x, s), donate_argnums=0)
+    destroy = jax.jit(
+        lambda s: jax.tree.map(lambda x: x * 0 - 7 if x.dtype == jnp.float32 else x, s), donate_argnums=0
+    )
     with Saver(tmp_path) as saver:
         saver.prepare(step_lib.abstract_state(spec))
         saver.save(1, state, meta(spec))
@@ -96,7 +98,9 @@ def damage(directory, how):
         big.write_bytes(bytes(raw))
 
 
-@pytest.mark.parametrize("how", ["no manifest", "broken manifest", "missing file", "short file", "flipped bit"])
+@pytest.mark.parametrize(
+    "how", ["no manifest", "broken manifest", "missing file", "short file", "flipped bit"]
+)
 def test_damaged_checkpoint_is_named_skipped_and_kept(tmp_path, spec, state, how):  # D5, D6
     save(tmp_path, 1, state, spec)
     save(tmp_path, 2, state, spec)

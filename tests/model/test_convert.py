@@ -39,7 +39,9 @@ def test_round_trip_in_many_files(ref, tmp_path):
     params = ref.random_params(CFG)
     export_hf(params, CFG, tmp_path / "hf", context_length=64, keep_padding=True, max_file_bytes=20_000)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 3 and set(index["weight_map"]) == {e.hf for e in entries(CFG)}
+    assert len(set(index["weight_map"].values())) > 3 and set(index["weight_map"]) == {
+        e.hf for e in entries(CFG)
+    }
     assert same(params, import_hf(tmp_path / "hf", CFG))
 
 
@@ -114,10 +116,14 @@ def test_config_is_complete():
 
     cfg = CFG.model_copy(update={"rope_theta": 12345.0})
     made = Olmo3Config(**hf_config(cfg, context_length=64, eos_id=1, pad_id=2))
-    assert made.rope_parameters["sliding_attention"]["rope_theta"] == 12345.0  # sheet 7.3: top-level theta is not enough
+    assert (
+        made.rope_parameters["sliding_attention"]["rope_theta"] == 12345.0
+    )  # sheet 7.3: top-level theta is not enough
     assert made.rope_parameters["full_attention"]["rope_theta"] == 12345.0
     assert made.rms_norm_eps == 1e-6 and made.sliding_window == 8 and not made.tie_word_embeddings
-    assert made.layer_types == ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] + ["full_attention"]
+    assert made.layer_types == ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] + [
+        "full_attention"
+    ]
     yarn = hf_config(cfg.model_copy(update={"rope_scaling": YarnConfig()}), context_length=65536)
     assert yarn["rope_scaling"]["attention_factor"] == pytest.approx(1.2079441541679836, rel=1e-15)
     assert yarn["rope_parameters"]["sliding_attention"]["rope_type"] == "default"

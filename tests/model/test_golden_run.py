@@ -51,7 +51,9 @@ def run(cfg, params, rows, mask_of, micro=0, devices=1):
 
 @pytest.mark.parametrize("micro", [0, 2])
 def test_eight_steps(golden_cfg, golden_params, micro):
-    logits = olmo3.logits(golden_params, golden_cfg, NumericsConfig(), instances()[order()[:4]].astype(np.int32))
+    logits = olmo3.logits(
+        golden_params, golden_cfg, NumericsConfig(), instances()[order()[:4]].astype(np.int32)
+    )
     first = [0.07347547262907028, -0.180484339594841, 0.29364001750946045]
     last = [-0.08411171287298203, -0.21804165840148926, 0.15110325813293457]
     np.testing.assert_allclose(logits[0, 0, :3], first, rtol=1e-5)
@@ -60,12 +62,18 @@ def test_eight_steps(golden_cfg, golden_params, micro):
     np.testing.assert_allclose(got, np.array(RUN), rtol=1e-5)
     p = state["params"]
     embed = [0.002514604479074478, -0.002642097184434533, 0.012808453291654587]
-    np.testing.assert_allclose(p["embeddings"][0, :3], embed, rtol=1e-6)  # never an input: neither decay nor update
+    np.testing.assert_allclose(
+        p["embeddings"][0, :3], embed, rtol=1e-6
+    )  # never an input: neither decay nor update
     w_q = p["blocks"]["layer_0"]["w_q"][0]
-    np.testing.assert_allclose(w_q.ravel()[:3], [0.009267223067581654, 0.01563996821641922, 0.009656623005867004], rtol=1e-5)
+    np.testing.assert_allclose(
+        w_q.ravel()[:3], [0.009267223067581654, 0.01563996821641922, 0.009656623005867004], rtol=1e-5
+    )
     np.testing.assert_allclose(np.linalg.norm(w_q), 1.289770723319184, rtol=1e-5)
     np.testing.assert_allclose(
-        p["lm_head"].ravel()[:3], [-0.0099740419536829, 0.020447291433811188, -0.002877764403820038], rtol=1e-5
+        p["lm_head"].ravel()[:3],
+        [-0.0099740419536829, 0.020447291433811188, -0.002877764403820038],
+        rtol=1e-5,
     )
     np.testing.assert_allclose(np.linalg.norm(p["lm_head"]), 2.569344037479551, rtol=1e-5)
     gain = p["blocks"]["layer_3"]["feed_forward_norm"][0, :3]

@@ -19,7 +19,9 @@ def test_distribution():
             assert (leaf == 1).all()
             continue
         n = leaf.size
-        assert abs(leaf.std() - 0.0197316) < 4 * 0.02 / np.sqrt(2 * n), path  # no depth scaling, no correction
+        assert abs(leaf.std() - 0.0197316) < 4 * 0.02 / np.sqrt(2 * n), (
+            path
+        )  # no depth scaling, no correction
         assert abs(leaf.mean()) < 4 * 0.02 / np.sqrt(n), path
         assert np.abs(leaf).max() <= 0.06
     assert not np.array_equal(params["embeddings"], params["lm_head"])
@@ -44,7 +46,9 @@ def test_draw_order_is_the_reference_order(ref):
     theirs = ref.core_weights(CFG, model)
     g = torch.Generator("cpu").manual_seed(CFG.init_seed)
     for path, index, shape in draw_order(CFG):
-        drawn = torch.nn.init.trunc_normal_(torch.empty(shape), mean=0.0, std=0.02, a=-0.06, b=0.06, generator=g).numpy()
+        drawn = torch.nn.init.trunc_normal_(
+            torch.empty(shape), mean=0.0, std=0.02, a=-0.06, b=0.06, generator=g
+        ).numpy()
         have = layout.get(theirs, path)
         assert np.array_equal(have if index is None else have[index], drawn), path
 
@@ -61,7 +65,11 @@ def test_goldens_of_the_190m():
     state = model.state_dict()
     goldens = {
         "embeddings.weight": [-0.022516796365380287, -0.023047203198075294, -0.005011571571230888],
-        "blocks.0.attention.w_q.weight": [-0.0028571118600666523, 0.011026166379451752, -0.004354082979261875],
+        "blocks.0.attention.w_q.weight": [
+            -0.0028571118600666523,
+            0.011026166379451752,
+            -0.004354082979261875,
+        ],
         "blocks.0.feed_forward.w2.weight": [0.0456354133784771, 0.03544745221734047, -0.025438779965043068],
         "lm_head.w_out.weight": [-0.009284182451665401, -0.0005625541671179235, -0.025684095919132233],
     }

@@ -2,6 +2,10 @@
 
 A spike after step 64 must be skipped by both, the schedule hands over at step 150, one instance per batch is masked in
 the second half. Must hold: per-step CE within 2e-5, same steps skipped, final weights within 1e-5 relative L2.
+
+Rare tokens are folded into 512 ids. An embedding row that returns after a long gap has a tiny second moment, and Adam
+then moves an entry whose gradient is itself of rounding size by the full rate, in either direction. With 2,048 ids a
+hundred entries of five rows were off that way (relative L2 3.7e-5) while CE still agreed to 3e-6.
 """
 
 import functools
@@ -61,12 +65,20 @@ def config():
 
 
 def ours(params, cfg):
-    spec = step_lib.StepSpec(cfg, OptimizerConfig(), LossConfig(), NumericsConfig(loss_slice_tokens=64), make_mesh(MeshConfig(), jax.devices()[:1]))
+    spec = step_lib.StepSpec(
+        cfg,
+        OptimizerConfig(),
+        LossConfig(),
+        NumericsConfig(loss_slice_tokens=64),
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+    )
     state, step, log = step_lib.new_state(spec, params, HistoryConfig()), step_lib.jit_step(spec), []
     tokens, mask = batches()
     for s in range(1, STEPS + 1):
         numbers = step_lib.control(SCHEDULE, spec.optimizer, HistoryConfig(), s)
-        batch = jax.device_put(step_lib.host_batch(tokens[s - 1], mask[s - 1], numbers), step_lib.batch_shardings(spec))
+        batch = jax.device_put(
+            step_lib.host_batch(tokens[s - 1], mask[s - 1], numbers), step_lib.batch_shardings(spec)
+        )
         state, m = step(state, batch)
         log.append(m)
     return state, [{k: float(v) for k, v in m.items()} for m in log]
@@ -84,7 +96,10 @@ def theirs(params, cfg, ref):
     tokens, mask = batches()
     log = []
     for s in range(1, STEPS + 1):
-        batch = {"input_ids": torch.tensor(tokens[s - 1], dtype=torch.long), "instance_mask": torch.tensor(mask[s - 1])}
+        batch = {
+            "input_ids": torch.tensor(tokens[s - 1], dtype=torch.long),
+            "instance_mask": torch.tensor(mask[s - 1]),
+        }
         labels = get_labels(batch)
         denominator = (labels != -100).sum() + (~batch["instance_mask"]).sum() * S
         out = model(batch["input_ids"], labels=labels, ignore_index=-100, loss_reduction="sum", z_loss_multiplier=1e-5,

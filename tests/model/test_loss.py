@@ -81,7 +81,7 @@ def test_denominators():  # L1: one masked of four rows of 16 -> 61; two ranks w
     np.testing.assert_allclose(np.asarray(w).max(), 1 / 60, rtol=1e-6)
     label_mask = np.ones((8, 16), bool)
     for row in (0, 2, 4, 6):  # rank 0 of 2: 21 labels left
-        label_mask[row, 1 + 5 + (row == 6):] = False
+        label_mask[row, 1 + 5 + (row == 6) :] = False
     label_mask[0, 6] = True
     _, w = token_weights(np.zeros((8, 16), np.int32), np.ones(8, bool), np.arange(8), 2, label_mask)
     w = np.asarray(w)
@@ -107,7 +107,9 @@ def test_ranks_must_divide_the_batch():
 
 
 def test_slice_length():
-    assert slice_length(8, 256, 512) == 64 and slice_length(1, 17, 4) == 1 and slice_length(64, 8192, 512) == 8
+    assert (
+        slice_length(8, 256, 512) == 64 and slice_length(1, 17, 4) == 1 and slice_length(64, 8192, 512) == 8
+    )
 
 
 def test_logits_of_a_batch_are_never_held():

@@ -51,8 +51,18 @@ def test_every_sub_block(ref, shape, yarn):
             block = core.blocks[str(layer)]
             a, f = block.attention, block.feed_forward
             name = f"layer {layer} ({kind})"
-            compare(rms_norm(linear(x, p["w_q"]), p["q_norm"], 1e-6), a.q_norm(a.w_q(tx)), 5e-6, f"{name} QK-norm q")
-            compare(rms_norm(linear(x, p["w_k"]), p["k_norm"], 1e-6), a.k_norm(a.w_k(tx)), 5e-6, f"{name} QK-norm k")
+            compare(
+                rms_norm(linear(x, p["w_q"]), p["q_norm"], 1e-6),
+                a.q_norm(a.w_q(tx)),
+                5e-6,
+                f"{name} QK-norm q",
+            )
+            compare(
+                rms_norm(linear(x, p["w_k"]), p["k_norm"], 1e-6),
+                a.k_norm(a.w_k(tx)),
+                5e-6,
+                f"{name} QK-norm k",
+            )
             compare(rms_norm(x, p["attention_norm"], 1e-6), block.attention_norm(tx), 2e-6, f"{name} norm")
             compare(mlp(x, p), f(tx), 2e-6, f"{name} MLP")
             compare(olmo3.attention_branch(x, p, cfg, kind), a(tx), 2e-6, f"{name} attention")
@@ -67,7 +77,10 @@ def test_rope_against_olmo_core(ref, yarn):
     cfg = config("gqa", yarn)
     core = ref.core_model(cfg, ref.random_params(cfg))
     rng = np.random.default_rng(2)
-    q, k = rng.standard_normal((2, 40, 8, 8)).astype(np.float32), rng.standard_normal((2, 40, 2, 8)).astype(np.float32)
+    q, k = (
+        rng.standard_normal((2, 40, 8, 8)).astype(np.float32),
+        rng.standard_normal((2, 40, 2, 8)).astype(np.float32),
+    )
     for layer, kind in enumerate(cfg.layer_kinds):
         cos, sin = olmo3.rope.tables(cfg, kind, 40)
         tq, tk = core.blocks[str(layer)].attention.rope(torch.tensor(q), torch.tensor(k), head_first=False)
@@ -97,7 +110,9 @@ def test_logits_against_transformers(ref, tmp_path, shape, yarn, backend):
     cfg = config(shape, yarn).model_copy(update={"rope_theta": 20000.0})
     params = ref.random_params(cfg)
     export_hf(params, cfg, tmp_path / "hf", context_length=128, keep_padding=True, eos_id=1, pad_id=2)
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation=backend, dtype=torch.float32)
+    hf = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation=backend, dtype=torch.float32
+    )
     sliding_rope_of(hf, cfg)
     ids = tokens()
     ours = jax.jit(olmo3.logits, static_argnums=(1, 2))(params, cfg, FP32, ids)
@@ -113,7 +128,9 @@ def sliding_rope_of(hf, cfg):
     for name, scaling in (("sliding_attention", None), ("full_attention", cfg.rope_scaling)):
         got = getattr(hf.model.rotary_emb, f"{name}_inv_freq").numpy()
         want = inv_freq(cfg.head_dim, cfg.rope_theta, scaling)
-        assert np.allclose(got, want, rtol=1e-6), f"transformers gives {name} {got[:3]}, expected {want[:3]}: no parity"
+        assert np.allclose(got, want, rtol=1e-6), (
+            f"transformers gives {name} {got[:3]}, expected {want[:3]}: no parity"
+        )
 
 
 def test_layer_zero_sees_the_raw_embedding(ref):  # A4

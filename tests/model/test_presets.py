@@ -64,13 +64,20 @@ def test_layer_kinds(layers, full):  # A2, M16
 @pytest.mark.parametrize("size", ["190M", "7B", "32B"])
 def test_full_layers_of_the_presets(size):
     cfg = olmo3_size(size)
-    assert [i for i, k in enumerate(cfg.layer_kinds) if k == LayerKind.FULL] == list(range(3, cfg.n_layers, 4))
+    assert [i for i, k in enumerate(cfg.layer_kinds) if k == LayerKind.FULL] == list(
+        range(3, cfg.n_layers, 4)
+    )
 
 
 def test_names_are_a_bijection():
     for size in ("1M", "7B"):
         es = entries(olmo3_size(size))
-        assert len({e.hf for e in es}) == len({e.olmo_core for e in es}) == len({(e.path, e.index) for e in es}) == len(es)
+        assert (
+            len({e.hf for e in es})
+            == len({e.olmo_core for e in es})
+            == len({(e.path, e.index) for e in es})
+            == len(es)
+        )
     assert len(entries(olmo3_size("1M"))) == 47  # sheet section 7.1
 
 

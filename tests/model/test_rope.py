@@ -19,7 +19,9 @@ def test_goldens():
     want = {1: 0.8146172165870667, 2: 0.663601279258728, 32: 0.001414213445968926, 63: 2.4551407022954663e-06}
     assert {k: float(f[k]) for k in want} == want
     y = inv_freq(128, 5e5, YARN)  # X2: frequencies are scaled by a ramp, not positions
-    np.testing.assert_allclose(y[[20, 30, 63]], [0.01485569030046463, 0.000814839790109545, 3.068925877869333e-07], rtol=1e-7)
+    np.testing.assert_allclose(
+        y[[20, 30, 63]], [0.01485569030046463, 0.000814839790109545, 3.068925877869333e-07], rtol=1e-7
+    )
     np.testing.assert_array_equal(y[:18], f[:18])
     np.testing.assert_array_equal(y[36:], f[36:] / np.float32(8))
 

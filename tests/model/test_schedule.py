@@ -55,7 +55,9 @@ def test_against_olmo_core(part):
 
     kind = {"cosine": CosWithWarmup, "half_cosine": HalfCosWithWarmup, "linear": LinearWithWarmup}[part.kind]
     theirs = kind(warmup=part.warmup, alpha_f=part.alpha_f)
-    for step in sorted({1, 2, part.warmup + 1, max(1, part.warmup), *range(1, part.horizon + 10, part.horizon // 97)}):
+    for step in sorted(
+        {1, 2, part.warmup + 1, max(1, part.warmup), *range(1, part.horizon + 10, part.horizon // 97)}
+    ):
         assert learning_rate(one(part), step) == theirs.get_lr(part.peak, step, part.horizon), step
 
 

@@ -226,9 +226,14 @@ def test_against_olmo_core_optimizer():
             q.grad = torch.tensor(g[k]) * min(1.0, 1.0 / (norm + 1e-6))
         for group in theirs.param_groups:
             group["lr"] = lr
-        theirs.latest_loss, theirs.latest_grad_norm = torch.tensor(losses[t]).float(), torch.tensor(norm).float()
+        theirs.latest_loss, theirs.latest_grad_norm = (
+            torch.tensor(losses[t]).float(),
+            torch.tensor(norm).float(),
+        )
         theirs.step()
-        p, state, info = step(g, state, p, loss=jnp.float32(losses[t]), lr=jnp.float32(lr), lr_decay=jnp.float32(lr * 0.1))
+        p, state, info = step(
+            g, state, p, loss=jnp.float32(losses[t]), lr=jnp.float32(lr), lr_decay=jnp.float32(lr * 0.1)
+        )
         assert float(info.skipped) == float(theirs.step_skipped)
     for k in first:
         np.testing.assert_allclose(p[k], torch_p[k].detach().numpy(), atol=2e-6)

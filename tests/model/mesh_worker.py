@@ -1,0 +1,102 @@
+"""Run by test_mesh.py in a process with 8 host devices: every mesh case, results as JSON on stdout."""
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from model import checkpoint, sharding, step as step_lib
+from model.config import (
+    HistoryConfig, LossConfig, MeshConfig, ModelConfig, NumericsConfig, OptimizerConfig, ScheduleConfig, SchedulePart,
+)  # fmt: skip
+from model.init import init_params
+from model.layout import count_params
+
+CFG = ModelConfig(d_model=64, n_layers=5, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=128, vocab_size=500,
+                  padded_vocab_size=512, window=8)  # fmt: skip
+MESHES = {"2": (1, 2, 1), "4": (1, 4, 1), "8": (1, 8, 1), "2x4": (2, 4, 1), "2x2x2": (2, 2, 2)}
+SCHEDULE = ScheduleConfig(parts=(SchedulePart(kind="cosine", peak=1e-3, warmup=2, horizon=8),))
+B, S = 16, 32
+
+
+def spec_for(shape):
+    data, fsdp, tensor = shape
+    devices = jax.devices()[: data * fsdp * tensor]
+    mesh = sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
+    return step_lib.StepSpec(CFG, OptimizerConfig(), LossConfig(reference_ranks=2),
+                             NumericsConfig(loss_slice_tokens=64), mesh)  # fmt: skip
+
+
+def batch_of(spec, s):
+    rng = np.random.default_rng(s)
+    mask = np.ones(B, bool)
+    mask[[1, 6, 7]] = False  # ranks with different denominators
+    numbers = step_lib.control(SCHEDULE, spec.optimizer, HistoryConfig(), s)
+    batch = step_lib.host_batch(rng.integers(0, 500, (B, S)), mask, numbers)
+    return jax.device_put(batch, step_lib.batch_shardings(spec))
+
+
+@functools.lru_cache
+def program(spec):
+    step = step_lib.jit_step(spec)
+    return step.lower(step_lib.abstract_state(spec), step_lib.abstract_batch(spec, B, S)).compile()
+
+
+def run(spec, state, first, last):
+    """(state, log, Adam's first moment after the first step: the clipped gradient times 0.1)."""
+    log, moment = [], None
+    for s in range(first, last + 1):
+        state, m = program(spec)(state, batch_of(spec, s))
+        log.append([float(m[k]) for k in ("ce", "z_loss", "grad_norm")])
+        moment = jax.tree.map(np.array, state["opt"]["m"]) if moment is None else moment
+    return state, log, moment
+
+
+def worst(a, b):
+    pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)))
+    return max(float(np.abs(x - y).max() / (np.abs(y).max() + 1e-30)) for x, y in pairs)
+
+
+def main(root):
+    params = init_params(CFG)
+    out = {"cases": {}, "variants": {}}
+    one = spec_for((1, 1, 1))
+    straight, out["straight"], base = run(one, step_lib.new_state(one, params, HistoryConfig()), 1, 6)
+    for name, shape in MESHES.items():
+        spec = spec_for(shape)
+        state = step_lib.new_state(spec, params, HistoryConfig())
+        held = sharding.bytes_per_device(state["params"])
+        state, log, moment = run(spec, state, 1, 3)
+        out["cases"][name] = {"gradient": worst(moment, base), "log": log, "held": max(held.values()),
+                              "parameters": 4 * count_params(CFG), "shards": [shape[1], shape[2]]}  # fmt: skip
+    spec = dataclasses.replace(spec_for((1, 2, 1)), micro_batch_instances=4)
+    _, _, moment = run(spec, step_lib.new_state(spec, params, HistoryConfig()), 1, 1)
+    out["micro 4"] = worst(moment, base)
+    # Elastic: 8 -> 2 -> 4 devices in one run, through checkpoints.
+    state, step, log = None, 0, []
+    for shape in ((1, 8, 1), (1, 2, 1), (1, 4, 1)):
+        spec = spec_for(shape)
+        if state is None:
+            state = step_lib.new_state(spec, params, HistoryConfig())
+        else:
+            state, _ = checkpoint.restore(root, step, step_lib.abstract_state(spec))
+        state, part, _ = run(spec, state, step + 1, step + 2)
+        step, log = step + 2, log + part
+        with checkpoint.Saver(root) as saver:
+            saver.save(step, state, {"model": CFG.model_dump(mode="json")})
+    out["elastic"] = log
+    digests = set()
+    for shape in MESHES.values():
+        back, _ = checkpoint.restore(root, step, step_lib.abstract_state(spec_for(shape)))
+        digests.add(checkpoint.state_digest(back))
+    out["restored digests"] = len(digests)
+    out["elastic weights"] = worst(state["params"], straight["params"])
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Meshes on 8 host devices, in one process of its own: every mesh gives one device's loss and gradients.
+
+Tolerance: fp32 rounding, 1e-5 of the largest entry of each tensor.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from infra.errors import RecipeError
+from model import sharding
+from model.config import MeshConfig, olmo3_size
+
+NAMES = ["2", "4", "8", "2x4", "2x2x2"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("mesh_worker.py")),
+        str(tmp_path_factory.mktemp("ck")),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_gradients_and_losses_as_one_device(result, name):
+    case = result["cases"][name]
+    assert case["gradient"] <= 1e-5
+    for got, want in zip(case["log"], result["straight"]):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_silently_replicated(result, name):
+    """Each device holds its share of the parameters; only the small gains are whole everywhere."""
+    case = result["cases"][name]
+    fsdp, tensor = case["shards"]
+    embedding_and_gains = 4 * (512 * 64 / fsdp) * (1 - 1 / tensor) + 4 * 64 * 40
+    assert case["held"] <= case["parameters"] / (fsdp * tensor) + embedding_and_gains
+
+
+def test_accumulation_on_a_mesh_changes_nothing(result):
+    assert result["micro 4"] <= 1e-5
+
+
+def test_elastic_run(result):
+    """8 -> 2 -> 4 devices through checkpoints: losses and weights of the straight one-device run."""
+    assert len(result["elastic"]) == len(result["straight"]) == 6
+    for got, want in zip(result["elastic"], result["straight"]):
+        assert got == pytest.approx(want, rel=1e-5)
+    assert result["elastic weights"] <= 1e-3  # Adam turns rounding-size gradients into full steps
+
+
+def test_one_checkpoint_restores_bit_equal_on_every_mesh(result):  # D3
+    assert result["restored digests"] == 1
+
+
+def test_sizes_that_do_not_fit_are_errors():
+    assert sharding.mesh_shape(MeshConfig(data=2, fsdp=0, tensor=2), 8) == (2, 2, 2)
+    with pytest.raises(RecipeError, match="does not match 8 devices"):
+        sharding.mesh_shape(MeshConfig(data=3, fsdp=0), 8)
+    with pytest.raises(RecipeError, match="two sizes 0"):
+        sharding.mesh_shape(MeshConfig(data=0, fsdp=0), 8)
+
+
+def test_every_parameter_of_the_presets_has_a_rule():
+    from jax.sharding import AbstractMesh
+
+    mesh = AbstractMesh((1, 64, 1), sharding.AXES)
+    for size in ("7B", "32B"):
+        specs = sharding.param_specs(olmo3_size(size))
+        wide = [
+            s
+            for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))
+            if len(s) > 2
+        ]
+        assert wide and all("fsdp" in s for s in wide) and mesh.shape["fsdp"] == 64
