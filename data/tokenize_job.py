@@ -30,7 +30,7 @@ from data.shard_writer import JobSpec, ShardSpec, tokenize_shard
 from data.token_files import byte_size
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from infra.artifacts import read_json, sha256_file
-from infra.errors import DataError, ReproError
+from infra.errors import DataError, LaunchError, ReproError
 from infra.progress import Progress
 
 MIX, ERRORS = "mix.txt", "errors.json"
@@ -206,7 +206,11 @@ def tokenize(
     with _Watch(progress, specs, job):
         pipeline, finish = make_pipeline(runner, processes, options)
         build_pipeline(pipeline, specs, job, cfg)
-        finish(pipeline)
+        try:
+            finish(pipeline)
+        except RuntimeError as e:  # a runner with workers of its own gives the worker's traceback as text
+            last = [line for line in str(e).splitlines() if line.strip()][-1:]
+            raise LaunchError(f"the tokenize job failed: {''.join(last)[:300]}", "see the traceback: --debug") from e
     manifest = read_result(job)
     progress.finish(f"{manifest['audit']['documents']} documents, {manifest['audit']['tokens']} tokens")
     return manifest

@@ -108,8 +108,9 @@ def attention_branch(
 
 
 def mlp(x: jax.Array, p: Params) -> jax.Array:
-    """W2(silu(W1 x) * W3 x)."""
-    return linear(jax.nn.silu(linear(x, p["w1"])) * linear(x, p["w3"]), p["w2"])
+    """W2(silu(W1 x) * W3 x); silu is computed in float32 and rounded once, as torch's kernel does."""
+    gate = jax.nn.silu(linear(x, p["w1"]).astype(jnp.float32)).astype(x.dtype)
+    return linear(gate * linear(x, p["w3"]), p["w2"])
 
 
 def remat_layer(policy: str) -> Any:

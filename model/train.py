@@ -28,7 +28,8 @@ from infra.errors import IdentityError, RecipeError, ReproError
 from infra.lease import Lease
 from infra.owner import watch_owner
 from infra.progress import Progress
-from model import checkpoint, sharding, step as step_lib
+from model import checkpoint, sharding
+from model import step as step_lib
 from model.config import (
     HistoryConfig,
     LossConfig,

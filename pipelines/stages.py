@@ -52,7 +52,7 @@ STAGES = (
     ),
     Stage(
         "order", "index of instances and the global order", work.order, ("order",),
-        ("data",), ("tokenize",),
+        ("data", "train"), ("tokenize",),
         ("data.index", "data.order", "data.receipt"), ("numpy",),
     ),
     Stage(
@@ -63,7 +63,7 @@ STAGES = (
     Stage(
         "gate", "logit parity of the step-0 weights, before any training", work.gate, ("parity/step0.json",),
         ("model", "numerics", "parity", "data"), ("tokenize", "init"),
-        ("evals.parity",), ("jax", "flax", "torch", "transformers"),
+        ("evals.parity", "evals.localise"), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
         "reference", "the reference run, by OLMo-core's own trainer", work.reference, ("reference",),

@@ -7,7 +7,7 @@ happens in this process; `train` launches `python -m model.train` through XManag
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import read_json
+from infra.artifacts import read_json, write_json_atomic
 from infra.errors import LaunchError, ParityError, RecipeError
 from infra.progress import Progress
 
@@ -39,8 +39,9 @@ def tokenize(recipe: "Recipe", run: Path) -> None:
 
 
 def order(recipe: "Recipe", run: Path) -> None:
-    """tokens/train/ -> order/: the global order of one epoch, tied to the index's content."""
-    from data.order import write_order
+    """tokens/train/ -> order/: the global order of one epoch, and the receipts it implies at the landmarks."""
+    from data.order import open_order, write_order
+    from data.receipt import expected
 
     index = train_index(recipe, run, verify="full")
     index.require(recipe.data.global_batch_instances, recipe.train.steps)
@@ -52,6 +53,9 @@ def order(recipe: "Recipe", run: Path) -> None:
         chunk=recipe.data.chunk,
         index_digest=index.digest,
     )
+    steps = recipe.train.landmark_steps
+    receipts = expected(index, open_order(run / "order"), recipe.data.global_batch_instances, steps[-1])
+    write_json_atomic(run / "order" / "receipts.json", {str(s): receipts[s] for s in steps})
 
 
 def init(recipe: "Recipe", run: Path) -> None:
@@ -64,13 +68,17 @@ def init(recipe: "Recipe", run: Path) -> None:
 
 def gate(recipe: "Recipe", run: Path) -> None:
     """parity/step0.json: are the logits of the step-0 weights equal in both implementations?"""
+    from evals.localise import localise
     from evals.parity import logit_parity
     from model.convert.hf import import_hf
 
     weights = run / "init" / "hf"
     params = import_hf(weights, recipe.model, same_architecture=False)
     prompts = parity_prompts(recipe, run)
-    logit_parity(weights, params, recipe.model, prompts, recipe.parity, out=run / "parity" / "step0.json")
+    found = logit_parity(weights, params, recipe.model, prompts, recipe.parity)
+    if not found["ok"]:
+        found["causes"] = localise(weights, params, recipe.model, prompts[0])["causes"]
+    write_json_atomic(run / "parity" / "step0.json", found)
 
 
 def reference(recipe: "Recipe", run: Path) -> None:
@@ -116,7 +124,9 @@ def train(recipe: "Recipe", run: Path) -> None:
         accept=(0, PREEMPTED),
     )
     if code == PREEMPTED:
-        raise LaunchError("training was preempted; its state is saved", "run the same command again: it continues")
+        raise LaunchError(
+            "training was preempted; its state is saved", "run the same command again: it continues"
+        )
 
 
 def convert(recipe: "Recipe", run: Path) -> None:

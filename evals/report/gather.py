@@ -171,6 +171,7 @@ def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
         parts.append(f"largest KL {max(kl):.3g} (allowed {limits.max_kl:g})")
     if found.get("where") and not found["ok"]:
         parts.append(str(found["where"]))
+    parts += [f"cause: {cause}" for cause in found.get("causes", [])]
     return ", ".join(parts)
 
 

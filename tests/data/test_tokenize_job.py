@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from data.config import FilterConfig, TokenizerConfig
 from data.index import InstanceIndex
 from data.masks import scan_index
-from data.shard_writer import JobSpec, ShardSpec
+from data.shard_writer import JobSpec, ShardSpec, tokenize_shard
 from data.tokenize_job import TokenizeShard, audit_entries, shard_specs, tokenize
 from data.tokenizer import load_tokenizer
 from infra.errors import DataError
@@ -189,6 +190,36 @@ def test_bad_inputs_are_named(sources, tmp_path):
     assert not (tmp_path / "t/code/00001.npy").exists()
     with pytest.raises(DataError, match="would be written"):
         shard_specs([ShardSpec("a", "n", "d", "s"), ShardSpec("b", "n", "d", "s")])
+
+
+def test_speculative_workers_on_one_file_do_no_harm(sources, tmp_path):
+    spec = shard_specs(sources)[0]
+    tokenizer = load_tokenizer(TokenizerConfig())
+    alone = tokenize_shard(spec, JobSpec(str(tmp_path / "a"), 16, FilterConfig(enabled=True)), tokenizer)
+    job = JobSpec(str(tmp_path / "b"), 16, FilterConfig(enabled=True))
+    with ThreadPoolExecutor(8) as pool:
+        entries = list(pool.map(lambda _: tokenize_shard(spec, job, tokenizer), range(24)))
+    assert all(entry == alone for entry in entries)
+    assert tree(tmp_path / "b") == tree(tmp_path / "a")
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(sources, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.files.os.fsync", full)
+    with pytest.raises(DataError, match="disk full while writing"):
+        tokenize(sources, tmp_path / "t", TokenizerConfig())
+    assert not list((tmp_path / "t").rglob("*.npy*"))
+
+
+def test_a_missing_permission_is_one_clear_error(sources, tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("data.files.os.replace", refused)
+    with pytest.raises(DataError, match="no permission to write"):
+        tokenize(sources, tmp_path / "t", TokenizerConfig())
 
 
 def test_the_audit_is_enforced():

@@ -91,6 +91,32 @@ def test_second_call_reuses_every_stage(whole):
         assert stage in done.stdout.split("reused:")[1]
 
 
+def test_audit_recomputes_and_names_the_first_wrong_step(whole, tmp_path):
+    done = repro("audit", "--run-dir", str(whole))
+    assert done.returncode == 0
+    assert "reproduced: 12 stored receipts up to step 12 agree" in done.stdout
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("checkpoints", "hf", "init", "evals"))
+    path = run / "train" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[6:]:
+        line["receipt"] = line["receipt"][::-1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = repro("audit", "--run-dir", str(run))
+    assert done.returncode == 1
+    assert "reproduced: the first step that differs is 7" in done.stdout
+
+
+def test_any_two_checkpoints_compare(whole):
+    export, ours = str(whole / "hf" / "step12"), str(whole / "checkpoints" / "step12")
+    assert "PARITY" in repro("parity", export, ours, "--in", "olmo-core,jax").stdout
+    other = repro("parity", export, str(whole / "checkpoints" / "step6"), "--localise")
+    assert other.returncode == 1
+    assert "NO PARITY" in other.stdout and "cause: embeddings differs" in other.stdout
+    missing = repro("parity", "nowhere", ours)
+    assert missing.returncode == 2 and "nowhere" in missing.stderr and "Traceback" not in missing.stderr
+
+
 def test_another_recipe_is_refused_with_the_field(whole):
     done = repro("reproduce", "tiny", "--run-dir", str(whole), *FLAGS, "--set", "data.seed=1")
     assert done.returncode == 2

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from model import layout
 from model.config import ModelConfig
 from model.convert.names import entries
-from model import layout
 
 GOLDEN = ModelConfig(
     d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=256, vocab_size=256, padded_vocab_size=256,

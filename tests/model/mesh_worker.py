@@ -9,9 +9,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from model import checkpoint, sharding, step as step_lib
+from model import checkpoint, sharding
+from model import step as step_lib
 from model.config import (
-    HistoryConfig, LossConfig, MeshConfig, ModelConfig, NumericsConfig, OptimizerConfig, ScheduleConfig, SchedulePart,
+    HistoryConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SchedulePart,
 )  # fmt: skip
 from model.init import init_params
 from model.layout import count_params

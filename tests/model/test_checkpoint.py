@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from infra.errors import IdentityError, ReproError
-from model import checkpoint, step as step_lib
+from model import checkpoint
+from model import step as step_lib
 from model.checkpoint import Saver, committed, latest_committed, restore, restore_params, state_digest
 from model.config import HistoryConfig, LossConfig, MeshConfig, NumericsConfig, OptimizerConfig
 from model.sharding import make_mesh

@@ -20,7 +20,14 @@ import torch
 
 from model import step as step_lib
 from model.config import (
-    HistoryConfig, LossConfig, MeshConfig, ModelConfig, NumericsConfig, OptimizerConfig, ScheduleConfig, SchedulePart,
+    HistoryConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SchedulePart,
 )  # fmt: skip
 from model.schedule import learning_rate
 from model.sharding import make_mesh

@@ -6,9 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from model import olmo3, step as step_lib
+from model import olmo3
+from model import step as step_lib
 from model.config import (
-    HistoryConfig, LossConfig, MeshConfig, ModelConfig, NumericsConfig, OptimizerConfig, ScheduleConfig, SchedulePart,
+    HistoryConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SchedulePart,
 )  # fmt: skip
 from model.sharding import make_mesh
 

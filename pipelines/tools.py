@@ -1,0 +1,139 @@
+"""Commands beside the chain: `parity A B`, `convert SOURCE OUT`, `audit`, `compare`, `plan`.
+
+Each is a thin layer over one function of the packages below. The surprising thing: parity prompts are the
+held-out tokens of a run directory (found above A, or named with --run-dir), never made up.
+"""
+
+import argparse
+from pathlib import Path
+
+from infra.artifacts import read_json
+from infra.errors import RecipeError
+
+
+def add_parity(sub: argparse.ArgumentParser) -> None:
+    """Options of `repro parity A B`."""
+    sub.add_argument("--in", dest="implementations", default="jax,transformers", metavar="A,B",
+                     help="implementations of A and B: jax, transformers, olmo-core")  # fmt: skip
+    sub.add_argument("--mode", choices=("fp32", "bf16"), default="fp32")
+    sub.add_argument(
+        "--localise", action="store_true", help="name the first sub-block that differs (A: HF, B: ours)"
+    )
+    sub.add_argument(
+        "--floor", action="store_true", help="measure the noise floor of A (an HF directory) as well"
+    )
+    sub.add_argument("--out", default="", help="write the result as JSON")
+
+
+def add_convert(sub: argparse.ArgumentParser) -> None:
+    """Options of `repro convert SOURCE OUT`."""
+    sub.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    sub.add_argument("--keep-padding", action="store_true", help="keep all padded vocabulary rows")
+    sub.add_argument(
+        "--no-parity", action="store_true", help="skip the parity gate; leaves a mark in the lineage"
+    )
+
+
+def run_above(path: Path, named: str) -> Path:
+    """The run directory named, or the one `path` lies in."""
+    for candidate in [Path(named)] if named else [path, *path.resolve().parents]:
+        if (candidate / "recipe.json").is_file():
+            return candidate
+    raise RecipeError(
+        f"{named or path} is not in a run directory, so there are no held-out tokens to compare on",
+        "name one with --run-dir",
+    )
+
+
+def parity(args: argparse.Namespace) -> int:
+    """Two checkpoints, in any of three implementations, on held-out tokens; exit 1 when they differ."""
+    from evals import localise, pairs
+    from model.convert.sources import resolve
+    from pipelines.stages import read_recipe
+    from pipelines.work import parity_prompts
+
+    a, b = (Path(resolve(t)[0]) for t in args.targets)
+    names = args.implementations.split(",")
+    if len(names) != 2:
+        raise RecipeError(
+            f"--in {args.implementations!r} does not name two implementations", "for example jax,transformers"
+        )
+    run = run_above(a, args.run_dir)
+    recipe = read_recipe(run)
+    prompts = parity_prompts(recipe, run)
+    first, second = pairs.side(a, names[0]), pairs.side(b, names[1])
+    found = pairs.compare(first, second, prompts, recipe.parity, mode=args.mode, out=args.out or None)
+    kl = max(found["kl_max"], found["reverse_kl_max"])
+    print(
+        f"A  {found['first']}\nB  {found['second']}\n{found['mode']}, prompts {found['shape']}, window {found['window']}"
+    )
+    print(
+        f"max |dlogit| {found['max']:.3g} (limit {found['limits']['max_logit_difference']:.3g})  mean {found['mean']:.3g}"
+    )
+    print(
+        f"max KL {kl:.3g} (limit {found['limits']['max_kl']:.3g})  top-1 {found['top1']:.4f}  top-5 {found['top5']:.4f}"
+    )
+    for bucket in found["buckets"]:
+        print(
+            f"  positions {bucket['from']:>5}..{bucket['to'] - 1:<5}  max {bucket['max']:.3g}  mean {bucket['mean']:.3g}"
+        )
+    print(f"worst: {found['where']}")
+    if args.floor:
+        for name, floor in pairs.noise_floor(a, prompts).items():
+            print(f"noise floor, {name}: max {floor['max']:.3g}, KL {floor['kl_max']:.3g}")
+    if args.localise:
+        from model.convert import stream
+
+        source = stream.open_source(b)
+        print(localise.table(localise.localise(a, pairs.params_of(source), source.model, prompts[0])))
+    print("PARITY" if found["ok"] else "NO PARITY")
+    return 0 if found["ok"] else 1
+
+
+def convert(args: argparse.Namespace) -> int:
+    """A checkpoint (ours, HF or OLMo-core) to HF safetensors, through the parity gate."""
+    from evals.pairs import export_checked
+    from model.convert.sources import resolve
+    from pipelines.stages import read_recipe
+    from pipelines.work import parity_prompts
+
+    source, out = Path(resolve(args.targets[0])[0]), Path(args.targets[1])
+    run = run_above(source, args.run_dir)
+    recipe = read_recipe(run)
+    lineage = export_checked(
+        source, out, parity_prompts(recipe, run), recipe.parity, dtype=args.dtype, keep_padding=args.keep_padding,
+        context_length=recipe.data.sequence_length, eos_id=recipe.tokenizer.eos_id, pad_id=recipe.tokenizer.pad_id,
+        no_parity=args.no_parity,
+    )  # fmt: skip
+    checked = lineage["parity"]
+    print(
+        f"{out}: " + (f"parity, max |dlogit| {checked['max']:.3g}" if checked["checked"] else checked["why"])
+    )
+    return 0
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Recompute the data receipts of a run from index and order; exit 1 and name the first step that differs."""
+    from data.audit import audit_run
+    from data.order import open_order
+    from pipelines.stages import read_recipe
+    from pipelines.work import train_index
+
+    run = Path(args.run_dir or f"runs/{args.recipe}")
+    recipe = read_recipe(run)
+    index = train_index(recipe, run, verify="full")
+    order = open_order(run / "order", n_instances=index.n_instances, index_digest=index.digest)
+    found = audit_run(run, index, order, recipe.data.global_batch_instances)
+    print("\n".join(side["text"] for side in found.values() if isinstance(side, dict)))
+    return 0 if found["ok"] else 1
+
+
+def compare(args: argparse.Namespace) -> int:
+    """The report of run B judged against run A."""
+    from evals.report.compare import compare_runs
+
+    a, b = map(Path, args.targets)
+    for run in (a, b):
+        read_json(run / "recipe.json")
+    print(compare_runs(a, b, Path(args.out or "runs/compare")))
+    return 0
