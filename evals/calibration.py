@@ -42,7 +42,7 @@ class Setting:
 SETTINGS = (
     Setting("tiny, sides as close as rounding", 32, 100, 1e-5, 0.0, 0.3),
     Setting("tiny, run-to-run noise", 32, 100, 0.02, 0.02, 0.5),
-    Setting("full size, run-to-run noise", 1000, 1000, 0.02, 0.02, 0.5),
+    Setting("larger, run-to-run noise", 200, 500, 0.02, 0.02, 0.5),
 )
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--simulations", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("docs/calibration.md"))
     args = parser.parse_args()
-    write_bytes_atomic(args.out, table(args.simulations, BoundsConfig(bootstrap=1000)).encode())
+    write_bytes_atomic(args.out, table(args.simulations, BoundsConfig(bootstrap=400)).encode())
 
 
 if __name__ == "__main__":

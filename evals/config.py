@@ -62,4 +62,5 @@ class EvalConfig(Section):
     batch_tokens: int = Field(8192, ge=1)
     loss_domain: str = Field("", description="domain of the held-out loss; empty: all documents pooled")
     max_cut_share: float = Field(0.25, ge=0, le=1, description="share of a task's requests that may be cut")
+    torch_documents: int = Field(2, ge=0, description="documents per domain for the 2x2 in PyTorch; 0: none")
     bounds: BoundsConfig = BoundsConfig()

@@ -189,6 +189,7 @@ class Evaluator:
         }
         out = {name: self.run / "evals" / f"step{step}" / f"{name}.json" for name in FILES}
         self._pair(step, sides, out)
+        self._two_by_two(step, sides)
         for side, weights in sides.items():
             self._downstream(step, side, weights, out[f"{side}.downstream"])
         return out
@@ -222,6 +223,26 @@ class Evaluator:
         for side in SIDES:
             result = heldout_summary(self.heldout, losses[side])
             write(out[f"{side}.heldout"], step, side, keys[f"{side}.heldout"], result)
+
+    def _two_by_two(self, step: int, sides: dict[str, Weights]) -> None:
+        """The 2x2 on a few documents, where both sides lie as HF exports on this machine and torch is there."""
+        places = self.run / "reference" / "hf" / f"step{step}", self.run / "hf" / f"step{step}"
+        per_domain = self.spec.evals.torch_documents
+        if not per_domain or not all(p.is_dir() for p in places):
+            return
+        from evals.two_by_two import few, measure
+
+        documents = few(self.heldout, per_domain)
+        path = self.run / "evals" / f"step{step}" / "two_by_two.json"
+        key = self._identity("two_by_two", documents.digest, *sides.values())
+        if stands(path, key):
+            return
+        start = time.monotonic()
+        pair = [sides[s] for s in SIDES]
+        scorers = self.scorer(pair[0].model), self.scorer(pair[1].model)
+        result = measure(places, scorers, (pair[0].load(), pair[1].load()), documents)
+        self.seconds[f"step{step}.two_by_two"] = round(time.monotonic() - start, 2)
+        write(path, step, "both", key, result)
 
     def _downstream(self, step: int, side: str, weights: Weights, out: Path) -> None:
         key = self._identity("downstream", self.suite.identity, weights)

@@ -69,9 +69,9 @@ def _tokenizer(text: TextTokenizer) -> Any:
     from olmo_eval import Tokenizer
 
     class Ours(Tokenizer):
-        vocab_size = property(lambda self: text.vocab_size)  # type: ignore[assignment]
-        pad_token_id = property(lambda self: text.pad_id)  # type: ignore[assignment]
-        eos_token_id = property(lambda self: text.eos_id)  # type: ignore[assignment]
+        vocab_size = property(lambda self: text.vocab_size)
+        pad_token_id = property(lambda self: text.pad_id)
+        eos_token_id = property(lambda self: text.eos_id)
 
         def encode_batch(self, inputs: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
             return [text.encode(x) for x in inputs]

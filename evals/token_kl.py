@@ -12,6 +12,7 @@ The held-out loss of both sides falls out of the same pass.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -95,12 +96,8 @@ class PairScorer:
         if (reference.buckets, reference.batch_tokens) != (reproduced.buckets, reproduced.batch_tokens):
             raise ValueError("both scorers of a pair need the same buckets and batch_tokens")
         self.p, self.q = reference, reproduced
-        self._slice = jax.jit(
-            lambda pp, pq, *a: _pair_slice(
-                self.p.head(pp), self.q.head(pq), *a,
-                block=self.p.vocab_block, low_p=self.p.low, low_q=self.q.low,
-            )  # fmt: skip
-        )
+        fixed = {"block": reference.vocab_block, "low_p": reference.low, "low_q": reproduced.low}
+        self._slice = jax.jit(lambda pp, pq, *a: _pair_slice(self.p.head(pp), self.q.head(pq), *a, **fixed))
 
     def compare(
         self, params_p: Params, params_q: Params, sequences: Sequence[np.ndarray]
@@ -188,7 +185,7 @@ def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def by_position(compared: Sequence[TokenComparison]) -> list[dict[str, float]]:
     """Mean KL over predictions whose context length lies in [from, to)."""
     out = []
-    for low, high in zip(POSITION_EDGES, POSITION_EDGES[1:]):
+    for low, high in pairwise(POSITION_EDGES):
         parts = [(c.kl_forward[low:high], c.kl_backward[low:high], c.agree[low:high]) for c in compared]
         forward, backward, agree = (np.concatenate(x).astype(np.float64) for x in zip(*parts))
         if len(forward):

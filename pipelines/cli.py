@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
             "--redo", action="store_true", help="forget this stage and all after it, then make it"
         )
     add("audit", "recompute a run's data receipts from index and order", tools.audit)
+    tools.add_plan(add("plan", "compile the step for a TPU slice: memory, FLOPs, time, price", tools.plan))
     add("status", "what is done in a run directory", status)
     listing = add("recipes", "the known recipes, or every field of one", recipes, recipe=False)
     listing.add_argument("recipe", nargs="?", default="", help="recipe name")

@@ -137,3 +137,35 @@ def compare(args: argparse.Namespace) -> int:
         read_json(run / "recipe.json")
     print(compare_runs(a, b, Path(args.out or "runs/compare")))
     return 0
+
+
+def add_plan(sub: argparse.ArgumentParser) -> None:
+    """Options of `repro plan`."""
+    sub.add_argument("--topology", default="", help="TPU slice, for instance v5p:4x4x4 (default: the recipe's)")
+    sub.add_argument("--sweep", action="store_true", help="try meshes, rematerialisation and micro-batches; rank them")
+    sub.add_argument("--prices", default="", help='JSON file {"v5p": 4.2} in USD per chip and hour')
+    sub.add_argument("--out", default="", help="write the plan as JSON")
+    sub.add_argument("--cache", default=".cache/plans", help="compiled results by fingerprint")
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Compile the recipe's step for a TPU slice on this machine; exit 1 when it does not fit."""
+    from infra.artifacts import write_json_atomic
+    from infra.prices import price_of
+    from infra.topology import parse
+    from model.plan import PlanRequest, choices, make_plan, rank, text
+    from pipelines.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    slice_ = parse(args.topology or recipe.launch.topology)
+    request = PlanRequest(
+        recipe.model, recipe.optimizer, recipe.loss, recipe.numerics, recipe.mesh, recipe.train,
+        recipe.data.sequence_length, recipe.data.global_batch_instances,
+    )  # fmt: skip
+    price, cache = price_of(slice_.type.name, args.prices), Path(args.cache)
+    wanted = choices(request, slice_) if args.sweep else [request]
+    plans = rank([make_plan(r, slice_, price_per_chip_hour=price, cache=cache) for r in wanted])
+    print("\n\n".join(text(p, recipe.train.steps) for p in plans))
+    if args.out:
+        write_json_atomic(args.out, plans if args.sweep else plans[0])
+    return 0 if plans and plans[0]["fits"] else 1

@@ -103,17 +103,19 @@ def training_curves(run: Path, missing: list[str]) -> dict[str, list[dict[str, A
 
 def paired_steps(curves: dict[str, list[dict[str, Any]]], key: str) -> list[tuple[int, float, float]]:
     """(step, reference, reproduced) where both sides logged a number."""
-    ours = {r["step"]: r.get(key) for r in curves["reproduced"]}
+    ours = {r["step"]: float(r[key]) for r in curves["reproduced"] if r.get(key) is not None}
     return [
-        (r["step"], float(r[key]), float(ours[r["step"]]))
+        (r["step"], float(r[key]), ours[r["step"]])
         for r in curves["reference"]
-        if r.get(key) is not None and ours.get(r["step"]) is not None
+        if r.get(key) is not None and r["step"] in ours
     ]
 
 
 def landmark_results(run: Path, step: int, missing: list[str]) -> dict[str, Any]:
     """The result files of one landmark by name; None where there is none."""
-    return {name: optional(run / "evals" / f"step{step}" / f"{name}.json", missing) for name in FILES}
+    folder = run / "evals" / f"step{step}"
+    found = {name: optional(folder / f"{name}.json", missing) for name in FILES}
+    return {**found, "two_by_two": optional(folder / "two_by_two.json", [])}
 
 
 def compare_landmarks(
@@ -177,6 +179,8 @@ def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
 
 def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Step-by-step agreement of training, from parity/training.json or else from the two logs."""
+    if recipe.get("compared"):
+        return {"state": "not applicable", "detail": "two runs are compared by their surfaces and receipts"}
     if recipe["reference"]["kind"] != "olmo_core_local":
         return {"state": "not applicable", "detail": "the reference was not trained here"}
     limit = float(recipe["parity"]["max_ce_difference"])

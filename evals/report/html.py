@@ -4,7 +4,17 @@ import re
 from html import escape
 from typing import Any
 
-from evals.report.blocks import VERDICT_CLASS, Bullets, Figure, Folded, Report, Section, Table, Text, word_class
+from evals.report.blocks import (
+    VERDICT_CLASS,
+    Bullets,
+    Figure,
+    Folded,
+    Report,
+    Section,
+    Table,
+    Text,
+    word_class,
+)
 
 # The browser itself enforces that nothing outside is asked for; a breach is an error on its console.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

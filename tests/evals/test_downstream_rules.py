@@ -122,11 +122,8 @@ def test_gold_answers_are_lm_evals(suite):
     """A model that always prefers the gold choice has accuracy 1, one that never does has 0."""
 
     class Oracle:
-        cuts: dict = {}
-        spanned: list = []
-
         def __init__(self, sign):
-            self.sign = sign
+            self.sign, self.cuts, self.spanned = sign, {}, []
 
         def rules(self):
             return {}

@@ -35,7 +35,7 @@ from model.convert.hf import export_hf
 
 pytest.importorskip("olmo_core")
 
-V, S, B, STEPS = 256, 32, 4, 96
+V, S, B, STEPS = 256, 32, 8, 96
 LANDMARKS = (16, 32, 48, 64, 80, 96)
 MODEL = ModelConfig(
     d_model=32, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=16, d_ff=64, window=8, vocab_size=250, padded_vocab_size=V
@@ -43,8 +43,8 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(skip_step=SkipStepConfig(window=16, sigma=1.5))
 SCHEDULE = ScheduleConfig(
     parts=(
-        SchedulePart(kind="cosine", peak=3e-3, warmup=6, horizon=48, until=24),
-        SchedulePart(kind="half_cosine", peak=3e-3, warmup=24, horizon=113),
+        SchedulePart(kind="cosine", peak=3e-4, warmup=6, horizon=48, until=24),
+        SchedulePart(kind="half_cosine", peak=3e-4, warmup=24, horizon=113),
     )
 )
 HISTORY = HistoryConfig(adam_count_at_start=1, cold_window_at=(24,))
@@ -81,7 +81,7 @@ def run(tmp_path_factory) -> Path:
     write_init(MODEL, run / "init/hf", context_length=S, eos_id=0, pad_id=1)
     reference = ReferenceConfig(
         model=MODEL, optimizer=OPTIMIZER, schedule=SCHEDULE, loss=LossConfig(), history=HISTORY, threads=1,
-        micro_batch_instances=4,
+        micro_batch_instances=8,
     )  # fmt: skip
     spec = ReferenceSpec.from_sections(
         reference=reference, data=DATA, tokenizer=TokenizerConfig(vocab_size=250, eos_id=0, pad_id=1),

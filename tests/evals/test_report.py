@@ -56,7 +56,7 @@ def tokens_dir(root, text, seed):
     for label in ("code", "prose"):
         rng = np.random.default_rng(seed)
         documents = [[*text.encode(" ".join(rng.permutation(TEXTS)) * 2), text.eos_id] for _ in range(7)]
-        ids = np.array(sum(documents, []), "<u4")
+        ids = np.array([t for d in documents for t in d], "<u4")
         (root / label).mkdir(parents=True)
         ids.tofile(root / label / "00000.npy")
         entries.append(
@@ -376,3 +376,25 @@ def test_the_page_in_a_real_browser(whole, tmp_path):
     spoiled = tmp_path / "spoiled.html"
     spoiled.write_text(page.read_text().replace("</body>", '<img src="https://example.org/x.png"></body>'))
     assert "CONSOLE" in dump(spoiled, 800).stderr  # the check itself works
+
+
+def test_any_two_runs_compare(whole, recipe, params, model_cfg, tmp_path):
+    """`compare`: a run against itself agrees; against other weights it does not; other documents are refused."""
+    from evals.compare_runs import compare_runs
+    from infra.errors import IdentityError
+    from model.convert.hf import export_hf
+
+    for step in STEPS:
+        if not (whole / "hf" / f"step{step}").exists():
+            export_hf(params, model_cfg, whole / "hf" / f"step{step}", context_length=96, keep_padding=True)
+    page = compare_runs(whole, whole, tmp_path / "same", cache=whole / ".cache" / "evals")
+    verdict = read_json(page.parent / "verdict.json")
+    assert {verdict["surfaces"][s] for s in ("heldout_loss", "domain_loss", "token_kl")} == {"FAITHFUL"}
+    assert "judged as a reproduction of whole" in page.read_text()
+    other = tmp_path / "other"
+    shutil.copytree(whole, other, ignore=shutil.ignore_patterns("evals", "reference", "report", "checkpoints"))
+    manifest = read_json(other / "tokens" / "heldout" / "manifest.json")
+    manifest["shards"][0]["tokens"] += 1
+    write_json_atomic(other / "tokens" / "heldout" / "manifest.json", manifest)
+    with pytest.raises(IdentityError, match="hold out different documents"):
+        compare_runs(whole, other, tmp_path / "no")

@@ -1,5 +1,7 @@
 """Token KL against a float64 oracle, its noise floor, and its direction."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +90,7 @@ def test_positions_cover_every_prediction_once(bigram):
     )
     bins = by_position(compared)
     assert sum(b["predictions"] for b in bins) == sum(d.predictions for d in heldout.documents)
-    assert bins[0]["from"] == 1 and all(a["to"] == b["from"] for a, b in zip(bins, bins[1:]))
+    assert bins[0]["from"] == 1 and all(a["to"] == b["from"] for a, b in pairwise(bins))
 
 
 def test_models_of_different_vocabulary_are_refused(bigram):

@@ -1,0 +1,94 @@
+"""Floating-point operations of a training step: by formula, and by walking the traced program.
+
+    counted = step_flops(cfg, sequence=8192, instances=512)      # by formula
+    traced = traced_matmul_flops(jax.make_jaxpr(step)(...))      # by walking, scans times their length
+
+Two independent counts, because XLA's own cost analysis counts the body of a loop once. A multiply-add is two
+operations; a backward pass is twice its forward pass. `model` excludes recomputation (that is what MFU is
+defined on: PaLM, https://arxiv.org/abs/2204.02311, appendix B); `hardware` adds what rematerialisation repeats.
+
+The surprising thing: causal and sliding attention are counted as what a query can see, not as S x S.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from model.config import LayerKind, ModelConfig
+
+
+class StepFlops(NamedTuple):
+    """Operations of one step over the whole global batch."""
+
+    matmul: float
+    attention: float
+    recomputed: float
+
+    @property
+    def model(self) -> float:
+        """Without recomputation: the numerator of MFU."""
+        return self.matmul + self.attention
+
+    @property
+    def hardware(self) -> float:
+        """What the chips execute."""
+        return self.model + self.recomputed
+
+
+def layer_matmul_params(cfg: ModelConfig) -> int:
+    """Weights of one layer that take part in a matrix product."""
+    heads = (2 * cfg.n_heads + 2 * cfg.n_kv_heads) * cfg.head_dim
+    return cfg.d_model * (heads + 3 * cfg.d_ff)
+
+
+def visible_keys(kind: LayerKind, window: int, sequence: int) -> float:
+    """Keys a query sees, on average over a sequence: its own position included."""
+    w = min(window, sequence) if kind is LayerKind.SLIDING else sequence
+    return (w * (w + 1) / 2 + (sequence - w) * w) / sequence
+
+
+def step_flops(cfg: ModelConfig, sequence: int, instances: int, remat: str = "none") -> StepFlops:
+    """Operations of a forward and backward pass over `instances` x `sequence` tokens.
+
+    `remat` other than none repeats each layer's forward pass once in the backward pass (`dots` keeps the products
+    and repeats only attention).
+    """
+    tokens = sequence * instances
+    layers = 2.0 * tokens * layer_matmul_params(cfg) * cfg.n_layers
+    head = 2.0 * tokens * cfg.d_model * cfg.padded_vocab_size
+    core = sum(
+        4.0 * tokens * cfg.n_heads * cfg.head_dim * visible_keys(kind, cfg.window, sequence)
+        for kind in cfg.layer_kinds
+    )
+    again = {"none": 0.0, "dots": core, "block": layers + core, "full": layers + core}[remat]
+    return StepFlops(matmul=3 * (layers + head), attention=3 * core, recomputed=again)
+
+
+def traced_matmul_flops(jaxpr: Any) -> float:
+    """Operations of every `dot_general` of a (closed) jaxpr, loops times their length, kernels left out.
+
+    Raises ValueError on a `while` loop whose length the program does not state.
+    """
+    total = 0.0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contract)
+            continue
+        if name == "pallas_call":
+            continue
+        inner = sum(traced_matmul_flops(sub) for sub in _subprograms(eqn.params))
+        if name == "while" and inner:
+            raise ValueError("a while loop of unknown length holds matrix products")
+        total += inner * (eqn.params["length"] if name == "scan" else 1)
+    return total
+
+
+def _subprograms(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                found.append(item)
+    return found

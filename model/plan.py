@@ -1,0 +1,288 @@
+"""The plan of a run before anything is paid for: the recipe's very step, compiled by XLA:TPU on this machine.
+
+    made = make_plan(request, parse("v5p:4x4x4"))        # `repro plan RECIPE --topology v5p:4x4x4`
+
+`libtpu` holds the TPU compiler and needs no TPU. The compiled program gives bytes per device; FLOPs are counted
+twice, by formula and by walking the traced program (`model.flops`); time is a roofline over compute, HBM and
+links, and so a lower bound. The surprising thing: XLA's own cost analysis counts a loop body once and its
+`optimal_seconds` can be negative, so neither is used for time.
+"""
+
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from infra.artifacts import fingerprint, read_json, versions, write_json_atomic
+from infra.code import code_digest
+from infra.errors import RecipeError
+from infra.topology import Slice
+from model.config import (
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from model.flops import step_flops, traced_matmul_flops
+
+SPLASH_MARK = "tpu_custom_call"
+STATE_BYTES_PER_PARAM = 12  # fp32 weights and two fp32 moments
+OVERSIZE_MARKS = ("RESOURCE_EXHAUSTED", "exceeds", "Ran out of memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """The parts of a recipe that a plan depends on. Lengths in tokens, batch in instances."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    numerics: NumericsConfig
+    mesh: MeshConfig
+    train: TrainConfig
+    sequence_length: int
+    global_batch_instances: int
+
+    def with_choice(self, mesh: MeshConfig, remat: str, micro: int) -> "PlanRequest":
+        """The same step on another mesh, with another rematerialisation policy and micro-batch."""
+        return dataclasses.replace(
+            self,
+            mesh=mesh,
+            numerics=self.numerics.model_copy(update={"remat": remat}),
+            train=self.train.model_copy(update={"micro_batch_instances": micro}),
+        )
+
+
+def make_plan(
+    request: PlanRequest, slice_: Slice, *, price_per_chip_hour: float | None = None, cache: Path | None = None
+) -> dict[str, Any]:
+    """Compile the step for `slice_` and describe it; a plan with the same fingerprint is read from `cache`.
+
+    Raises RecipeError when the mesh or the batch does not divide. A step that does not fit is no error: its
+    plan says `"fits": False` and names the largest buffers.
+    """
+    numerics = request.numerics.model_copy(update={"attention": "splash"})
+    request = dataclasses.replace(request, numerics=numerics)
+    identity = {
+        "request": {f.name: getattr(request, f.name) for f in dataclasses.fields(request)},
+        "slice": slice_.name,
+        "code": code_digest("model.plan", "model.step"),
+        "versions": versions("jax", "jaxlib", "libtpu", "flax", "optax"),
+    }
+    path = cache / f"{fingerprint(identity)[:32]}.json" if cache else None
+    if path is not None and path.exists():
+        compiled = read_json(path)
+    else:
+        compiled = compile_step(request, slice_)
+        if path is not None:
+            write_json_atomic(path, compiled)
+    return {**describe(request, slice_, compiled, price_per_chip_hour), "versions": identity["versions"]}
+
+
+def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
+    """Compile and read off what only the compiler knows. Seconds are CPU seconds of this process."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    import jax
+    from jax.experimental import topologies
+
+    from model import sharding
+    from model.step import StepSpec, abstract_batch, abstract_state, jit_step, train_step
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
+    mesh = sharding.make_mesh(request.mesh, devices)
+    check_batch(request, sharding.batch_shards(mesh))
+    spec = StepSpec(
+        request.model, request.optimizer, request.loss, request.numerics, mesh, request.train.micro_batch_instances
+    )
+    state = abstract_state(spec)
+    batch = abstract_batch(spec, request.global_batch_instances, request.sequence_length)
+    traced = traced_matmul_flops(jax.make_jaxpr(lambda s, b: train_step(spec, s, b))(state, batch))
+    found: dict[str, Any] = {
+        "mesh": dict(mesh.shape),
+        "device_kind": devices[0].device_kind,
+        "traced_matmul_flops": traced,
+    }
+    start, wall = time.process_time(), time.monotonic()
+    try:
+        program = jit_step(spec).lower(state, batch).compile()
+    except jax.errors.JaxRuntimeError as e:
+        if not any(mark in str(e) for mark in OVERSIZE_MARKS):
+            raise
+        return {**found, "compiled": False, "why": largest_buffers(str(e)), **_took(start, wall)}
+    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    return {
+        **found,
+        "compiled": True,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "program_bytes": memory.generated_code_size_in_bytes,
+        "splash_calls": program.as_text().count(SPLASH_MARK),
+        "xla_flops_loop_bodies_once": cost.get("flops"),
+        **_took(start, wall),
+    }
+
+
+def _took(start: float, wall: float) -> dict[str, float]:
+    return {
+        "compile_cpu_seconds": round(time.process_time() - start, 1),
+        "compile_seconds": round(time.monotonic() - wall, 1),
+    }
+
+
+def check_batch(request: PlanRequest, shards: int) -> None:
+    """Raise RecipeError unless every micro-batch splits over the batch shards."""
+    micro = request.train.micro_batch_instances or request.global_batch_instances
+    if request.global_batch_instances % micro or micro % shards:
+        raise RecipeError(
+            f"a micro-batch of {micro} instances (global batch {request.global_batch_instances}) does not divide over "
+            f"{shards} batch shards",
+            "choose a mesh with fewer data x fsdp devices, or another train.micro_batch_instances",
+        )
+
+
+def largest_buffers(message: str, lines: int = 12) -> str:
+    """The part of XLA's out-of-memory message that names sizes and buffers."""
+    wanted = [line.strip() for line in message.splitlines() if any(w in line for w in ("Size:", "Shape:", "exceed", "Used", "Largest"))]
+    return "\n".join(wanted[:lines]) or message[:600]
+
+
+def describe(
+    request: PlanRequest, slice_: Slice, compiled: dict[str, Any], price_per_chip_hour: float | None
+) -> dict[str, Any]:
+    """Figures of the plan. Bytes and FLOPs are per device where they say so; times are lower bounds in seconds."""
+    from model.layout import count_params
+
+    flops = step_flops(
+        request.model, request.sequence_length, request.global_batch_instances, request.numerics.remat
+    )
+    params = count_params(request.model)
+    tokens = request.sequence_length * request.global_batch_instances
+    fits = bool(compiled["compiled"])
+    total = 0
+    if fits:
+        total = (
+            compiled["argument_bytes"]
+            + compiled["temporary_bytes"]
+            + compiled["output_bytes"]
+            - compiled["alias_bytes"]
+            + compiled["program_bytes"]
+        )
+        fits = total <= slice_.memory_per_device
+    times = roofline(request, slice_, compiled["mesh"], flops.hardware, params)
+    seconds = max(times.values())
+    days = seconds * request.train.steps / 86400
+    recomputed_matmul = flops.recomputed if request.numerics.remat in ("block", "full") else 0.0
+    core_again = flops.attention / 3 if recomputed_matmul else 0.0
+    return {
+        "topology": slice_.name,
+        "chips": slice_.chips,
+        "hosts": slice_.hosts,
+        "devices": slice_.devices,
+        "remat": request.numerics.remat,
+        "micro_batch_instances": request.train.micro_batch_instances or request.global_batch_instances,
+        "fits": fits,
+        "bytes_per_device": total,
+        "memory_per_device": slice_.memory_per_device,
+        "parameters": params,
+        "tokens_per_step": tokens,
+        "model_flops": flops.model,
+        "hardware_flops": flops.hardware,
+        "traced_over_formula": compiled["traced_matmul_flops"] / (flops.matmul + recomputed_matmul - core_again),
+        "roofline": times,
+        "step_seconds": seconds,
+        "bound_by": max(times, key=lambda k: times[k]),
+        "mfu_bound": flops.model / (seconds * slice_.flops_per_device * slice_.devices),
+        "tokens_per_second": tokens / seconds,
+        "days": days,
+        "price": None if price_per_chip_hour is None else days * 24 * slice_.chips * price_per_chip_hour,
+        "checkpoint_bytes": params * STATE_BYTES_PER_PARAM,
+        "checkpoint_bytes_per_second": params * STATE_BYTES_PER_PARAM / (seconds * request.train.checkpoint_every),
+        **compiled,
+    }
+
+
+def roofline(
+    request: PlanRequest, slice_: Slice, mesh: dict[str, int], hardware_flops: float, params: int
+) -> dict[str, float]:
+    """Seconds that compute, HBM and links each need at least for one step, perfectly overlapped otherwise.
+
+    HBM: per micro-batch the bf16 weights are read in the forward, the backward and, with rematerialisation, the
+    repeated forward pass; the optimizer reads and writes 12 bytes of state and reads the gradient once. Links: per
+    micro-batch FSDP gathers bf16 weights as often and scatters fp32 gradients once, ring over the fsdp axis.
+    """
+    micro = request.train.micro_batch_instances or request.global_batch_instances
+    rounds = request.global_batch_instances // micro
+    passes = 2 if request.numerics.remat in ("none", "dots") else 3
+    weight_bytes = 2 if request.numerics.mode == "mixed" else 4
+    fsdp, tensor = mesh["fsdp"], mesh["tensor"]
+    local = params / tensor
+    hbm = rounds * passes * local * weight_bytes + (2 * STATE_BYTES_PER_PARAM + 4) * params / (fsdp * tensor)
+    ring = (fsdp - 1) / fsdp
+    links = rounds * ring * local * (passes * weight_bytes + 4)
+    per_device = slice_.type.devices_per_chip
+    return {
+        "compute": hardware_flops / (slice_.flops_per_device * slice_.devices),
+        "hbm": hbm / (slice_.type.memory_bandwidth / per_device),
+        "links": links / (slice_.type.link_bandwidth / per_device) if fsdp > 1 else 0.0,
+    }
+
+
+def choices(request: PlanRequest, slice_: Slice) -> list[PlanRequest]:
+    """What `--sweep` tries: fsdp over everything or with a tensor axis of 2 or 4; four policies; micro-batches."""
+    found = []
+    for tensor in (1, 2, 4):
+        if slice_.devices % tensor or request.model.n_kv_heads % tensor:
+            continue
+        mesh = MeshConfig(data=1, fsdp=0, tensor=tensor)
+        shards = slice_.devices // tensor
+        if request.global_batch_instances % shards:
+            continue
+        for remat in ("none", "dots", "block", "full"):
+            for parts in (1, 4):
+                micro = request.global_batch_instances // parts
+                if request.global_batch_instances % parts == 0 and micro % shards == 0:
+                    found.append(request.with_choice(mesh, remat, 0 if parts == 1 else micro))
+    return found
+
+
+def rank(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plans that fit, fastest first, then those that do not, nearest to fitting first."""
+    return sorted(plans, key=lambda p: (not p["fits"], p["step_seconds"] if p["fits"] else p["bytes_per_device"] or math.inf))
+
+
+def text(plan: dict[str, Any], steps: int) -> str:
+    """The plan for a person."""
+    gib = 2**30
+    lines = [
+        f"{plan['topology']}: {plan['chips']} chips, {plan['hosts']} hosts, {plan['devices']} devices; mesh "
+        + " x ".join(f"{k}={v}" for k, v in plan["mesh"].items()),
+        f"remat {plan['remat']}, micro-batch {plan['micro_batch_instances']} instances, {plan['parameters']:,} parameters",
+    ]
+    if plan["compiled"]:
+        lines += [
+            f"memory per device  {plan['bytes_per_device'] / gib:.2f} of {plan['memory_per_device'] / gib:.0f} GiB "
+            f"(arguments {plan['argument_bytes'] / gib:.2f}, temporaries {plan['temporary_bytes'] / gib:.2f}): "
+            + ("fits" if plan["fits"] else "NOT FIT"),
+            f"attention kernels  {plan['splash_calls']} Pallas calls in the program",
+        ]
+    else:
+        lines += ["NOT FIT: the compiler ran out of memory", *(f"  {line}" for line in plan["why"].splitlines())]
+    r = plan["roofline"]
+    lines += [
+        f"FLOPs per step     {plan['model_flops']:.4g} (with recomputation {plan['hardware_flops']:.4g}; "
+        f"traced / formula {plan['traced_over_formula']:.4f})",
+        f"roofline           {plan['step_seconds']:.2f} s per step, bound by {plan['bound_by']} "
+        f"(compute {r['compute']:.2f}, HBM {r['hbm']:.2f}, links {r['links']:.2f} s)",
+        f"at that bound      MFU {plan['mfu_bound']:.1%}, {plan['tokens_per_second']:,.0f} tokens/s, "
+        f"{plan['days']:.1f} days for {steps:,} steps",
+        f"price              {'unknown' if plan['price'] is None else format(plan['price'], ',.0f') + ' USD'}",
+        f"checkpoint         {plan['checkpoint_bytes'] / gib:.1f} GiB each, {plan['checkpoint_bytes_per_second'] / 2**20:.1f} MiB/s on average",
+        f"compiled in        {plan['compile_seconds']:.0f} s ({plan['compile_cpu_seconds']:.0f} CPU s)",
+    ]
+    return "\n".join(lines)
