@@ -21,10 +21,10 @@ from evals.config import ParityConfig
 from evals.parity import check_prompts, compare_functions, describe_worst, hf_logits, jax_logits, require
 from infra.artifacts import read_json, write_json_atomic
 from infra.errors import RecipeError
-from model import layout
 from model.config import ModelConfig, NumericsConfig
 from model.convert import stream
 from model.convert.names import entries
+from model.convert.ours import read_tree
 
 Implementation = Literal["jax", "transformers", "olmo-core"]
 Mode = Literal["fp32", "bf16"]
@@ -54,13 +54,8 @@ def side(path: str | Path, implementation: Implementation) -> Side:
 
 
 def params_of(source: stream.Source) -> dict[str, Any]:
-    """Our tree of float32 arrays; padding rows that the source lacks are zeros (their columns are not compared)."""
-    out = layout.map_axes(lambda path, axes, shape: np.zeros(shape, np.float32), source.model)
-    for e in entries(source.model):
-        leaf = layout.get(out, e.path)
-        array = source.read(e)
-        (leaf if e.index is None else leaf[e.index])[: len(array)] = array
-    return out
+    """Our tree; padding rows that the source lacks are zeros, and their columns are not compared."""
+    return read_tree(source, fill_missing_rows=True)
 
 
 def in_jax(source: stream.Source, mode: Mode) -> LogitFunction:

@@ -1,10 +1,24 @@
-"""Recipe section of the launch: where the training job runs."""
+"""Recipe section of the launch: where the training job runs, and how its landmarks are watched.
+
+Nothing here changes what a run computes, so nothing here is part of a stage's identity.
+"""
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.section import Section
+
+
+class WatchConfig(Section):
+    """When landmarks are looked for and how they are evaluated. `cron`, if set, wins over the interval."""
+
+    interval_seconds: int = Field(60, ge=1)
+    cron: str = Field("", description="for instance */10 * * * *")
+    while_training: bool = Field(True, description="evaluate landmarks as they are committed, beside the training")
+    concurrency: int = Field(1, ge=1, description="landmarks evaluated at the same time")
+    retries: int = Field(2, ge=0, description="further tries of a landmark that fails, then it is marked")
+    retry_delay_seconds: float = Field(10.0, ge=0)
 
 
 class LaunchConfig(Section):
@@ -13,7 +27,23 @@ class LaunchConfig(Section):
     target: Literal["local", "gke", "vertex"] = "local"
     threads: int = Field(2, ge=1, description="local: CPU threads of the training process")
     topology: str = Field("", description="TPU slice, for instance v5p:4x4x4")
-    image: str = ""
+    image: str = Field("", description="container image with tag or digest")
     project: str = ""
     region: str = ""
-    max_relaunches: int = Field(3, ge=0)
+    bucket: str = Field("", description="run directory of the launched job: gs://bucket/path")
+    service_account: str = Field("", description="gke: Kubernetes account; vertex: e-mail of the Google account")
+    namespace: str = Field("default", description="gke: namespace")
+    context: str = Field("", description="gke: kubeconfig context; empty: the current one")
+    capacity: Literal["on_demand", "spot", "flex_start"] = "on_demand"
+    queue: str = Field("", description="gke: Kueue LocalQueue; the job waits there until it is admitted")
+    max_relaunches: int = Field(3, ge=0, description="relaunches in a row that gain no step before giving up")
+    backoff_seconds: float = Field(30.0, ge=0, description="wait before the first relaunch; doubles, at most 30 minutes")
+    watch: WatchConfig = WatchConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> "LaunchConfig":
+        if self.bucket and not self.bucket.startswith("gs://"):
+            raise ValueError(f"launch.bucket {self.bucket!r} is not of the form gs://bucket/path")
+        if self.queue and self.target == "vertex":
+            raise ValueError("launch.queue is a Kueue queue; Vertex queues with launch.capacity=flex_start")
+        return self

@@ -29,6 +29,8 @@ from model.config import (
 )
 from model.flops import step_flops, traced_matmul_flops
 
+# Without these libtpu looks for a TPU host and complains at length that there is none.
+QUIET_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 SPLASH_MARK = "tpu_custom_call"
 STATE_BYTES_PER_PARAM = 12  # fp32 weights and two fp32 moments
 OVERSIZE_MARKS = ("RESOURCE_EXHAUSTED", "exceeds", "Ran out of memory")
@@ -85,7 +87,8 @@ def make_plan(
 
 def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     """Compile and read off what only the compiler knows. Seconds are CPU seconds of this process."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in QUIET_LIBTPU.items():
+        os.environ.setdefault(name, value)
     import jax
     from jax.experimental import topologies
 

@@ -71,6 +71,21 @@ def test_round_trip_is_bit_equal(params, ours, tmp_path):
     assert equal(tmp_path / "a", tmp_path / "b")
 
 
+def test_hf_to_ours_and_back(params, ours, tmp_path):
+    """HF -> Orbax keeps every bit, and the checkpoint describes itself (user issue B1)."""
+    from model.convert.ours import to_checkpoint
+
+    stream.convert(ours, tmp_path / "hf", dtype="float32", keep_padding=True, max_file_bytes=30_000)
+    to_checkpoint(tmp_path / "hf", tmp_path / "checkpoints", 3, model=CFG)
+    again, cfg = checkpoint.restore_params(tmp_path / "checkpoints", 3)
+    assert cfg == CFG and all(jax.tree.leaves(jax.tree.map(np.array_equal, params, again)))
+    stream.convert(ours, tmp_path / "trimmed", dtype="float32")
+    with pytest.raises(IdentityError, match="120 of 128 vocabulary rows; 8 are missing"):
+        to_checkpoint(tmp_path / "trimmed", tmp_path / "checkpoints", 4, model=CFG)
+    to_checkpoint(tmp_path / "trimmed", tmp_path / "checkpoints", 4, model=CFG, fill_missing_rows=True)
+    assert checkpoint.read_meta(tmp_path / "checkpoints", 4)["missing_vocab_rows"] == 8
+
+
 def test_interrupted_conversion_goes_on_and_leaves_nothing_whole(ours, tmp_path, monkeypatch):
     out, written = tmp_path / "hf", []
     real = stream.write_file

@@ -1,0 +1,134 @@
+"""How stages are made, reused, refused and redone, with the work replaced by small writes."""
+
+import dataclasses
+import json
+
+import pytest
+
+from infra.errors import IdentityError, RecipeError
+from pipelines import stages
+from pipelines.recipe import load_recipe
+from pipelines.stages import STAGES, open_run, read_recipe, redo_from, run_stage, status_lines
+
+TINY = load_recipe("tiny")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the stages whose work ran; each only writes one small file for every pattern it owns."""
+    ran = []
+
+    def fake(stage):
+        def work(recipe, run):
+            ran.append(stage.name)
+            for pattern in stage.owns:
+                path = run / pattern.replace("[1-9]*", "1")
+                path = path if path.suffix else path / "f"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(stage.name)
+
+        return dataclasses.replace(stage, work=work)
+
+    monkeypatch.setattr(stages, "BY_NAME", {s.name: fake(s) for s in STAGES})
+    return ran
+
+
+@pytest.fixture
+def run(tmp_path):
+    open_run(TINY, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_stages_stand_in_an_order_that_works():
+    seen: set[str] = set()
+    for stage in STAGES:
+        assert set(stage.after) <= seen, stage.name
+        seen.add(stage.name)
+
+
+def test_everything_is_made_once_and_then_reused(run, calls):
+    made = [run_stage(s.name, TINY, run) for s in STAGES]
+    again = [run_stage(s.name, TINY, run) for s in STAGES]
+    assert calls == [s.name for s in STAGES]
+    assert [o.reused for o in made] == [False] * len(STAGES)
+    assert [o.reused for o in again] == [True] * len(STAGES)
+    assert [o.digest for o in again] == [o.digest for o in made]
+    assert all("done in" in line for line in status_lines(run))
+
+
+def test_a_stage_without_its_inputs_is_refused(run, calls):
+    with pytest.raises(IdentityError, match=r"stage order needs stage tokenize(.|\n)*repro tokenize"):
+        run_stage("order", TINY, run)
+    assert calls == []
+
+
+def test_work_that_fails_commits_nothing(run, calls, monkeypatch):
+    def broken(recipe, run):
+        (run / "corpus").mkdir()
+        (run / "corpus" / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(stages.BY_NAME, "tokenize", dataclasses.replace(stages.BY_NAME["tokenize"], work=broken))
+    with pytest.raises(OSError):
+        run_stage("tokenize", TINY, run)
+    assert not (run / "stages" / "tokenize.json").exists()
+
+
+def test_redo_deletes_the_stage_and_all_after_it(run, calls):
+    for s in STAGES:
+        run_stage(s.name, TINY, run)
+    gone = redo_from("train", run)
+    assert gone == ["train", "convert", "parity", "evaluate"]
+    assert not (run / "checkpoints").exists() and not (run / "evals").exists()
+    assert (run / "parity" / "step0.json").exists() and (run / "reference" / "f").exists()
+    assert [run_stage(s.name, TINY, run).reused for s in STAGES] == [s.name not in gone for s in STAGES]
+
+
+def test_changed_code_is_refused_with_the_module(run, calls, monkeypatch):
+    run_stage("tokenize", TINY, run)
+    real = stages.code_digest
+    monkeypatch.setattr(stages, "code_digest", lambda *m: {**real(*m), "data.tokenizer": "edited"})
+    with pytest.raises(IdentityError, match=r"code\.data\.tokenizer"):
+        run_stage("tokenize", TINY, run)
+
+
+def test_a_changed_input_is_refused_downstream(run, calls):
+    run_stage("tokenize", TINY, run)
+    run_stage("order", TINY, run)
+    record = run / "stages" / "tokenize.json"
+    changed = json.loads(record.read_text())
+    record.write_text(json.dumps({**changed, "digest": "0" * 64}))
+    with pytest.raises(IdentityError, match=r"inputs\.tokenize"):
+        run_stage("order", TINY, run)
+
+
+def test_run_directory_remembers_its_recipe(run):
+    assert read_recipe(run) == TINY
+    open_run(TINY, run)
+    with pytest.raises(IdentityError, match=r"train\.steps \(96 -> 40\)"):
+        open_run(load_recipe("tiny", ["train.steps=40"]), run)
+
+
+def test_launch_may_change_without_starting_over(run):
+    open_run(load_recipe("tiny", ["launch.threads=1"]), run)
+
+
+def test_fresh_never_deletes_what_is_no_run_directory(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(IdentityError, match="not a run directory"):
+        open_run(TINY, tmp_path, fresh=True)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_fresh_starts_over(run, calls):
+    run_stage("tokenize", TINY, run)
+    open_run(load_recipe("tiny", ["train.steps=40"]), run, fresh=True)
+    assert not (run / "stages").exists()
+    assert read_recipe(run).train.steps == 40
+
+
+def test_published_recipes_do_not_pretend_to_run_here(tmp_path):
+    recipe = load_recipe("olmo3_7b_stage1")
+    open_run(recipe, tmp_path / "run")
+    with pytest.raises(RecipeError, match="published tokens"):
+        run_stage("tokenize", recipe, tmp_path / "run")
