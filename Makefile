@@ -6,6 +6,7 @@ RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 FRESH ?=
 DEBUG ?=
+WHAT ?= data model evals
 VENV := .venv
 BIN := $(VENV)/bin
 REPRO := $(BIN)/repro
@@ -13,7 +14,7 @@ FLAGS = --run-dir $(RUN_DIR) $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--de
 STAGES := tokenize order init gate reference train convert parity evaluate report
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce $(STAGES) status test lint bench clean
+.PHONY: help setup reproduce $(STAGES) status test proofs bench plan dolma-fixture dataflow-template lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -42,8 +43,23 @@ status: $(VENV)/.ready ## what is done in a run directory
 test: $(VENV)/.ready ## the test suite
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests $(PYTEST_FLAGS)
 
+proofs: $(VENV)/.ready ## the long proofs that `make test` leaves out
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests -m slow_proof $(PYTEST_FLAGS)
+
+bench: $(VENV)/.ready ## benchmarks, side by side with the reference tools: WHAT="data model evals"
+	@for b in $(WHAT); do JAX_PLATFORMS=cpu PYTHONPATH=. $(BIN)/python tests/benchmarks/bench_$$b.py || exit 1; done
+
+plan: $(VENV)/.ready ## compile the published recipes for TPU slices on this machine
+	@for t in v5p:4x4x4 v6e:16x16 tpu7x:4x4x4; do $(REPRO) plan olmo3_7b_stage1 --topology $$t || exit 1; done
+
+dolma-fixture: $(VENV)/.ready ## make the dolma toolkit's fixture again, in an environment of its own
+	@$(BIN)/python tests/benchmarks/dolma_toolkit.py make .venv-dolma && $(BIN)/python tests/benchmarks/dolma_toolkit.py fixture .venv-dolma
+
+dataflow-template: $(VENV)/.ready ## build the Dataflow job offline and check its graph, in an environment of its own
+	@$(BIN)/python tests/benchmarks/dataflow_template.py make .venv-dataflow && .venv-dataflow/bin/python tests/benchmarks/dataflow_template.py check
+
 lint: $(VENV)/.ready ## ruff and mypy
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . ; $(BIN)/mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy
 
 clean: ## remove caches (not .venv, not runs)
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

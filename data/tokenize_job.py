@@ -210,7 +210,9 @@ def tokenize(
             finish(pipeline)
         except RuntimeError as e:  # a runner with workers of its own gives the worker's traceback as text
             last = [line for line in str(e).splitlines() if line.strip()][-1:]
-            raise LaunchError(f"the tokenize job failed: {''.join(last)[:300]}", "see the traceback: --debug") from e
+            raise LaunchError(
+                f"the tokenize job failed: {''.join(last)[:300]}", "see the traceback: --debug"
+            ) from e
     manifest = read_result(job)
     progress.finish(f"{manifest['audit']['documents']} documents, {manifest['audit']['tokens']} tokens")
     return manifest

@@ -69,7 +69,10 @@ def optimizer_dtype(facts: Facts) -> tuple[str, str]:
         raise KeyError("optimizer_dtypes")
     wrong = {n: d for n, d in dtypes.items() if d not in FP32_NAMES}
     if wrong:
-        return FIRED, f"optimizer state is not float32: {', '.join(f'{n} is {d}' for n, d in sorted(wrong.items())[:4])}"
+        return (
+            FIRED,
+            f"optimizer state is not float32: {', '.join(f'{n} is {d}' for n, d in sorted(wrong.items())[:4])}",
+        )
     return CLEAR, f"{len(dtypes)} optimizer arrays, all float32"
 
 

@@ -54,7 +54,9 @@ def simulate_loss(s: Setting, shift: float, rng: np.random.Generator, b: BoundsC
     reference = rng.normal(3, 0.6, n) * predictions
     reproduced = reference + (shift * b.heldout_loss + noise) * predictions
     domains = [f"d{i % DOMAINS}" for i in range(n)]
-    return loss_difference(reference, reproduced, predictions, domains, bound=b.heldout_loss, bounds=b, landmarks=LANDMARKS)  # type: ignore[arg-type]
+    return loss_difference(
+        reference, reproduced, predictions, domains, bound=b.heldout_loss, bounds=b, landmarks=LANDMARKS
+    )  # type: ignore[arg-type]
 
 
 def simulate_accuracy(s: Setting, shift: float, rng: np.random.Generator, b: BoundsConfig) -> Comparison:
@@ -128,7 +130,9 @@ def table(simulations: int, bounds: BoundsConfig, settings: tuple[Setting, ...] 
                 lines.append(f"| {s.name} | {name} | {shift:g} bounds | {' | '.join(share)} |")
             progress.update(i * len(SHIFTS) + j + 1)
     progress.finish()
-    sizes = "; ".join(f"{s.name}: {s.documents} documents per domain, {s.items} items per task" for s in settings)
+    sizes = "; ".join(
+        f"{s.name}: {s.documents} documents per domain, {s.items} items per task" for s in settings
+    )
     return "\n".join([*lines, "", f"Sizes: {sizes}.", ""])
 
 

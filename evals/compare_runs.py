@@ -27,7 +27,9 @@ def compare_runs(a: Path, b: Path, out: Path, *, cache: Path | None = None) -> P
     recipe = joint_recipe(recipes[0], recipes[1], a, b)
     same_heldout(a, b)
     if (out / "recipe.json").exists() and (found := differences(read_json(out / "recipe.json"), recipe)):
-        raise IdentityError(f"{out} compares other runs; different: {', '.join(found[:4])}", "choose another folder")
+        raise IdentityError(
+            f"{out} compares other runs; different: {', '.join(found[:4])}", "choose another folder"
+        )
     write_json_atomic(out / "recipe.json", recipe)
     steps = recipe["train"]["landmarks"]
     for step in steps:
@@ -39,7 +41,9 @@ def compare_runs(a: Path, b: Path, out: Path, *, cache: Path | None = None) -> P
     link(a / "train" / "metrics.jsonl", out / "reference" / "metrics.jsonl")
     link(b / "train" / "metrics.jsonl", out / "train" / "metrics.jsonl")
     logged = {str(r["step"]): r.get("receipt") for r in read_metrics(a / "train" / "metrics.jsonl")}
-    write_json_atomic(out / "reference" / "receipts.json", {str(s): logged[str(s)] for s in steps if logged.get(str(s))})
+    write_json_atomic(
+        out / "reference" / "receipts.json", {str(s): logged[str(s)] for s in steps if logged.get(str(s))}
+    )
     for step in (0, *steps):
         joint_gate(a, b, step, out / "parity" / f"step{step}.json")
     evaluate_run(out, EvaluateSpec.from_recipe(recipe), cache=cache)
@@ -56,7 +60,9 @@ def joint_recipe(first: dict[str, Any], second: dict[str, Any], a: Path, b: Path
             "set train.landmarks of one of them",
         )
     if first["data"]["sequence_length"] != second["data"]["sequence_length"]:
-        raise RecipeError("the two runs have different sequence lengths", "compare runs of one sequence length")
+        raise RecipeError(
+            "the two runs have different sequence lengths", "compare runs of one sequence length"
+        )
     return {
         **second,
         "name": f"{first['name']} against {second['name']}",
@@ -70,9 +76,14 @@ def joint_recipe(first: dict[str, Any], second: dict[str, Any], a: Path, b: Path
 def same_heldout(a: Path, b: Path) -> None:
     """Both runs must hold the same held-out tokens: losses of other documents cannot be paired."""
     shards = [read_json(run / "tokens" / "heldout" / "manifest.json")["shards"] for run in (a, b)]
-    found = differences(*([{k: s[k] for k in ("path", "label", "tokens", "sha256")} for s in side] for side in shards))
+    left, right = (
+        [{k: s[k] for k in ("path", "label", "tokens", "sha256")} for s in side] for side in shards
+    )
+    found = differences(left, right)
     if found:
-        raise IdentityError(f"the two runs hold out different documents: {found[0]}", "compare runs of one corpus")
+        raise IdentityError(
+            f"the two runs hold out different documents: {found[0]}", "compare runs of one corpus"
+        )
 
 
 def weights_of(run: Path, step: int) -> Path:

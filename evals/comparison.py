@@ -49,7 +49,9 @@ def paired(p: Sequence[Result], q: Sequence[Result], keys: tuple[str, ...], what
         )
 
 
-def _losses(p: Sequence[Result], q: Sequence[Result], bound: float, cfg: EvalConfig, landmarks: int) -> Comparison:
+def _losses(
+    p: Sequence[Result], q: Sequence[Result], bound: float, cfg: EvalConfig, landmarks: int
+) -> Comparison:
     paired(p, q, ("id", "domain", "predictions"), "documents")
     return loss_difference(
         [r["nll"] for r in p], [r["nll"] for r in q], [r["predictions"] for r in p], [r["domain"] for r in p],

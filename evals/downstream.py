@@ -65,7 +65,9 @@ class Suite:
                 "items": len(found),
                 "items_sha256": items_digest(name, cache),
                 "prompts_sha256": prompts.hexdigest(),
-                "task_version": str(task.VERSION if task.VERSION != "Yaml" else task.config.metadata["version"]),
+                "task_version": str(
+                    task.VERSION if task.VERSION != "Yaml" else task.config.metadata["version"]
+                ),
             }
             items += found
         return cls(tasks, items, digests, max_cut_share, [i for item in items for i in item.instances])

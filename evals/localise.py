@@ -23,7 +23,15 @@ from model.convert.safetensors_io import Tensors
 
 EPS = 2.0**-23
 # Rounding each kind of sub-block may show, in units of EPS; a product also grows with the root of its length.
-ALLOWED = {"exact": 0.0, "norm": 16.0, "linear": 6.0, "table": 8.0, "core": 256.0, "product": 16.0, "sum": 4.0}
+ALLOWED = {
+    "exact": 0.0,
+    "norm": 16.0,
+    "linear": 6.0,
+    "table": 8.0,
+    "core": 256.0,
+    "product": 16.0,
+    "sum": 4.0,
+}
 BLOCK_ALLOWED = 4096.0
 
 
@@ -65,7 +73,9 @@ def localise(
     causes = explain(bad, Tensors(Path(hf_dir)), params, model, layers, ours) if bad else []
     wiring = [r for r in blocks if r.drifts]
     if wiring and not bad:
-        causes.append(f"layer {wiring[0].layer}: every sub-block agrees, but they are put together differently")
+        causes.append(
+            f"layer {wiring[0].layer}: every sub-block agrees, but they are put together differently"
+        )
     return {
         "kind": "localise",
         "ok": not bad and not wiring,
@@ -91,7 +101,9 @@ def layer_params(params: Any, model: ModelConfig) -> list[dict[str, np.ndarray]]
     return out
 
 
-def measure(layer: int, part: str, ours: Any, theirs: np.ndarray, kind: str, width: int = 1, weight: str = "") -> Row:
+def measure(
+    layer: int, part: str, ours: Any, theirs: np.ndarray, kind: str, width: int = 1, weight: str = ""
+) -> Row:
     """A row: our value against the reference's."""
     a, b = np.asarray(ours, np.float64), theirs.astype(np.float64)
     if a.shape != b.shape:
@@ -137,7 +149,14 @@ def layer_rows(
         return measure(i, name, y, t[target], "linear", p[weight].shape[1], weight)
 
     def norm(name: str, source: str, target: str, weight: str) -> Row:
-        return measure(i, name, rms_norm(_jax(t[source]), _jax(p[weight]), model.norm_eps), t[target], "norm", weight=weight)
+        return measure(
+            i,
+            name,
+            rms_norm(_jax(t[source]), _jax(p[weight]), model.norm_eps),
+            t[target],
+            "norm",
+            weight=weight,
+        )
 
     S, half = len(t["x"]), model.head_dim // 2
     cos, sin = rope.tables(model, kind, S)
@@ -184,7 +203,12 @@ def core(t: dict[str, np.ndarray], model: ModelConfig, window: int | None) -> np
 
 
 def block_row(
-    i: int, t: dict[str, np.ndarray], p: dict[str, np.ndarray], model: ModelConfig, kind: LayerKind, numerics: NumericsConfig
+    i: int,
+    t: dict[str, np.ndarray],
+    p: dict[str, np.ndarray],
+    model: ModelConfig,
+    kind: LayerKind,
+    numerics: NumericsConfig,
 ) -> Row:
     """The whole layer as the model runs it, on the reference's input."""
     import jax.numpy as jnp
@@ -302,7 +326,14 @@ def name_weight(
 
 
 def swap_text(
-    where: str, row: Row, layer: int, name: str, other: str, theirs: Tensors, names: Any, ours: list[dict[str, np.ndarray]]
+    where: str,
+    row: Row,
+    layer: int,
+    name: str,
+    other: str,
+    theirs: Tensors,
+    names: Any,
+    ours: list[dict[str, np.ndarray]],
 ) -> str:
     """`a and b are swapped` when both hold each other, else `a holds b`."""
     pretty = {"w1": "w1 (gate)", "w3": "w3 (up)", "w2": "w2 (down)"}
@@ -337,7 +368,9 @@ def name_rope(layer: int, t: dict[str, np.ndarray], model: ModelConfig) -> str:
     mine = read_table(cos[1], sin[1], model.head_dim)
     where = f"layer {layer} ({kind} attention)"
     if abs(theirs["factor"] - mine["factor"]) > 1e-4:
-        side, other = ("the reference", "ours") if theirs["factor"] > mine["factor"] else ("ours", "the reference")
+        side, other = (
+            ("the reference", "ours") if theirs["factor"] > mine["factor"] else ("ours", "the reference")
+        )
         return (
             f"{where}: YaRN is applied by {side} and not by {other} "
             f"(attention factor {theirs['factor']:.4f} against {mine['factor']:.4f})"
@@ -367,7 +400,11 @@ def name_window(layer: int, t: dict[str, np.ndarray], model: ModelConfig) -> str
             mine_text = "full attention" if mine is None else f"a window of {mine}"
             their_text = "full attention" if window is None else f"a window of {window}"
             off = mine is not None and window is not None and abs(mine - window) == 1
-            return f"{kind} attention layers: " + ("window off by one: " if off else "") + f"ours has {mine_text}, the reference {their_text}"
+            return (
+                f"{kind} attention layers: "
+                + ("window off by one: " if off else "")
+                + f"ours has {mine_text}, the reference {their_text}"
+            )
     return f"layer {layer}: the attention core differs and no window explains it"
 
 
@@ -401,7 +438,9 @@ def draw(found: dict[str, Any], path: str | Path) -> None:
             marker="o" if bad else "", color=None if bad else "0.75", label=part if bad else None, zorder=3 if bad else 1,
         )  # fmt: skip
     blocks = found["blocks"]
-    axes.semilogy([b["layer"] for b in blocks], [max(b["drift"], 1e-9) for b in blocks], "k--", label="whole layer")
+    axes.semilogy(
+        [b["layer"] for b in blocks], [max(b["drift"], 1e-9) for b in blocks], "k--", label="whole layer"
+    )
     axes.set(xlabel="layer", ylabel="drift (relative to the largest value)", title="Drift per sub-block")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

@@ -68,7 +68,9 @@ def read_wandb(path: Path, *, run_name: str = "", tokens_per_step: int = 0) -> C
     x = np.array([number(r[0]) for r in rows[1:]])
     steps = np.rint(x / tokens_per_step if by_tokens else x).astype(np.int64)
     values = {
-        k: np.array([number(r[i]) if i < len(r) else math.nan for r in rows[1:]]) for k, i in table.items() if i is not None
+        k: np.array([number(r[i]) if i < len(r) else math.nan for r in rows[1:]])
+        for k, i in table.items()
+        if i is not None
     }
     keep = np.isfinite(values["ce"])
     order = np.argsort(steps[keep], kind="stable")
@@ -95,7 +97,11 @@ def from_metrics(rows: Sequence[Mapping[str, Any]], name: str = "reproduced") ->
     return Curve(
         name,
         np.array([r["step"] for r in kept], np.int64),
-        {k: np.array([float(r[k]) if r.get(k) is not None else math.nan for r in kept]) for k in NAMES if any(k in r for r in kept)},
+        {
+            k: np.array([float(r[k]) if r.get(k) is not None else math.nan for r in kept])
+            for k in NAMES
+            if any(k in r for r in kept)
+        },
     )
 
 

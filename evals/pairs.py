@@ -60,7 +60,9 @@ def params_of(source: stream.Source) -> dict[str, Any]:
 
 def in_jax(source: stream.Source, mode: Mode) -> LogitFunction:
     """Our model; rows the source lacks are cut from its logits."""
-    run = jax_logits(params_of(source), source.model, NumericsConfig(mode="fp32" if mode == "fp32" else "mixed"))
+    run = jax_logits(
+        params_of(source), source.model, NumericsConfig(mode="fp32" if mode == "fp32" else "mixed")
+    )
     return lambda tokens: run(tokens)[:, : source.rows]
 
 
@@ -183,7 +185,9 @@ def export_checked(
             params = params_of(found)
             if dtype == "bfloat16":
                 params = map_leaves(lambda w: w.astype(ml_dtypes.bfloat16).astype(np.float32), params)
-            figures = compare_functions(hf_logits(staged), jax_logits(params, found.model), prompts, found.model.window)
+            figures = compare_functions(
+                hf_logits(staged), jax_logits(params, found.model), prompts, found.model.window
+            )
             kl = max(figures["kl_max"], figures["reverse_kl_max"])
             verdict = {
                 **figures,
@@ -192,7 +196,12 @@ def export_checked(
                 "where": describe_worst(figures),
             }
             require(verdict, f"the export of {source}")
-            lineage["parity"] = {"checked": True, "max": figures["max"], "kl_max": kl, "prompts": list(prompts.shape)}
+            lineage["parity"] = {
+                "checked": True,
+                "max": figures["max"],
+                "kl_max": kl,
+                "prompts": list(prompts.shape),
+            }
         write_json_atomic(staged / stream.LINEAGE, lineage)
         staged.rename(out)
     return lineage

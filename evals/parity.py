@@ -63,9 +63,7 @@ def pick_prompts(tokens: Any, cfg: ParityConfig, sequence_length: int) -> np.nda
     return np.stack(rows).astype(np.int32)
 
 
-def jax_logits(
-    params: Any, model: ModelConfig, numerics: NumericsConfig | None = None
-) -> LogitFunction:
+def jax_logits(params: Any, model: ModelConfig, numerics: NumericsConfig | None = None) -> LogitFunction:
     """Our JAX model as a function of tokens int32[1, S] -> float32[S, V]; `params` is our tree."""
     import jax
     import jax.numpy as jnp
@@ -111,13 +109,19 @@ def hf_logits(
     wrong = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if wrong:
         raise ParityError(
-            f"{hf_dir} does not load completely: {wrong}", "export it again; a newly initialised weight is no weight"
+            f"{hf_dir} does not load completely: {wrong}",
+            "export it again; a newly initialised weight is no weight",
         )
     model.eval()
 
     def run(tokens: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            return model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False).logits[0].float().numpy()
+            return (
+                model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False)
+                .logits[0]
+                .float()
+                .numpy()
+            )
 
     return run
 
@@ -192,7 +196,9 @@ def require(result: dict[str, Any], what: str) -> dict[str, Any]:
         text = f"max |difference| {result['max']:.3g}, KL {kl:.3g}; worst at {result['where']}"
     else:
         text = "; ".join(result["failures"])
-    raise ParityError(f"{what} fails parity: {text}", "`repro parity A B --localise` names the first block that drifts")
+    raise ParityError(
+        f"{what} fails parity: {text}", "`repro parity A B --localise` names the first block that drifts"
+    )
 
 
 # ---------------------------------------------------------------- training
@@ -203,7 +209,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     for k, row in enumerate(rows, 1):
         if row.get("step") != k:
-            raise IdentityError(f"{path}: line {k} is step {row.get('step')}", "each step must stand once, in order")
+            raise IdentityError(
+                f"{path}: line {k} is step {row.get('step')}", "each step must stand once, in order"
+            )
     return rows
 
 
@@ -254,7 +262,9 @@ def training_parity(
     broken = [s for s, same in receipts.items() if not same]
     if broken:
         first = next((r["step"] for r, o in zip(theirs, ours) if r["receipt"] != o["receipt"]), None)
-        failures.append(f"receipts differ at landmarks {', '.join(broken)}; the first step that differs is {first}")
+        failures.append(
+            f"receipts differ at landmarks {', '.join(broken)}; the first step that differs is {first}"
+        )
     result = {
         "kind": "training",
         "ok": not failures,
@@ -298,7 +308,11 @@ def finite(value: float) -> float | None:
 
 
 def weights_difference(
-    hf_dir_a: str | Path, hf_dir_b: str | Path, *, base: str | Path | None = None, out: str | Path | None = None
+    hf_dir_a: str | Path,
+    hf_dir_b: str | Path,
+    *,
+    base: str | Path | None = None,
+    out: str | Path | None = None,
 ) -> dict[str, Any]:
     """Relative L2 difference |a-b|/|a| of every tensor of two HF directories; the worst is named.
 
@@ -314,7 +328,9 @@ def weights_difference(
     tensors = {}
     for name in sorted(a.names()):
         if a.shape(name) != b.shape(name):
-            raise IdentityError(f"{name} has shape {a.shape(name)} in {hf_dir_a} and {b.shape(name)} in {hf_dir_b}")
+            raise IdentityError(
+                f"{name} has shape {a.shape(name)} in {hf_dir_a} and {b.shape(name)} in {hf_dir_b}"
+            )
         x, y = a.read(name), b.read(name)
         gap, size, biggest = difference_norms(x, y)
         tensors[name] = {"relative": gap / size if size else gap, "max": biggest}

@@ -101,7 +101,14 @@ def pick(logits: jax.Array, start: jax.Array, row: jax.Array, token: jax.Array, 
 
 
 def _head_slice(
-    head: jax.Array, flat: jax.Array, rows: jax.Array, row: jax.Array, token: jax.Array, *, block: int, low: bool
+    head: jax.Array,
+    flat: jax.Array,
+    rows: jax.Array,
+    row: jax.Array,
+    token: jax.Array,
+    *,
+    block: int,
+    low: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and greedy flag of P (row, token) pairs.
 
@@ -132,7 +139,10 @@ def _argmax(head: jax.Array, row: jax.Array, *, block: int, low: bool) -> jax.Ar
     def step(carry, xs):
         logits = block_logits(row, xs[0], xs[1], head.shape[0], low)[0]
         better = logits.max() > carry[0]
-        return (jnp.maximum(carry[0], logits.max()), jnp.where(better, xs[1] + logits.argmax(), carry[1])), None
+        return (
+            jnp.maximum(carry[0], logits.max()),
+            jnp.where(better, xs[1] + logits.argmax(), carry[1]),
+        ), None
 
     (_, best), _ = jax.lax.scan(step, (jnp.float32(-jnp.inf), jnp.int32(0)), (blocks, starts))
     return best
@@ -169,11 +179,11 @@ class Scorer:
         self.low = low
         self.vocab_block = vocab_block
         self._body = jax.jit(lambda params, tokens: _flat(hidden(params, tokens)))
-        self._slice = jax.jit(
-            lambda params, *a: _head_slice(head(params), *a, block=vocab_block, low=low)
-        )
+        self._slice = jax.jit(lambda params, *a: _head_slice(head(params), *a, block=vocab_block, low=low))
 
-        self._best = jax.jit(lambda params, flat, at: _argmax(head(params), flat[at][None], block=vocab_block, low=low))
+        self._best = jax.jit(
+            lambda params, flat, at: _argmax(head(params), flat[at][None], block=vocab_block, low=low)
+        )
 
     @classmethod
     def for_model(
@@ -229,7 +239,9 @@ class Scorer:
             for at in range(0, len(members), size):
                 batch = members[at : at + size]
                 flat = self.hidden(params, [requests[r].tokens[:-1] for r in batch], bucket)
-                slots = [(i * bucket + plan.slot[s][1], s) for i, r in enumerate(batch) for s in by_request[r]]
+                slots = [
+                    (i * bucket + plan.slot[s][1], s) for i, r in enumerate(batch) for s in by_request[r]
+                ]
                 for rows, row, pairs in _slices(slots, pairs_of):
                     out = self._slice(params, flat, rows, row, _take(plan.pair_token, pairs, len(row)))
                     pending.append((pairs, out))
@@ -328,6 +340,8 @@ def _plan(scorer: Scorer, requests: Sequence[Request]) -> _Plan:
             pair_token[begin + k] = tokens[p + 1]
         previous, lineage = inputs, mine
     run: dict[int, list[int]] = {}
-    for r in sorted({r for r, _ in slot}, key=lambda r: (-len(requests[r].tokens), requests[r].tokens.tolist())):
+    for r in sorted(
+        {r for r, _ in slot}, key=lambda r: (-len(requests[r].tokens), requests[r].tokens.tolist())
+    ):
         run.setdefault(scorer.bucket_of(len(requests[r].tokens) - 1), []).append(r)
     return _Plan(run, slot, pair_row, pair_token, spans)

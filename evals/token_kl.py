@@ -96,7 +96,11 @@ class PairScorer:
         if (reference.buckets, reference.batch_tokens) != (reproduced.buckets, reproduced.batch_tokens):
             raise ValueError("both scorers of a pair need the same buckets and batch_tokens")
         self.p, self.q = reference, reproduced
-        fixed = {"block": reference.vocab_block, "low_p": reference.low, "low_q": reproduced.low}
+        fixed: dict[str, Any] = {
+            "block": reference.vocab_block,
+            "low_p": reference.low,
+            "low_q": reproduced.low,
+        }
         self._slice = jax.jit(lambda pp, pq, *a: _pair_slice(self.p.head(pp), self.q.head(pq), *a, **fixed))
 
     def compare(
@@ -117,7 +121,9 @@ class PairScorer:
                 inputs = [sequences[i][:-1] for i in batch]
                 flat_p = self.p.hidden(params_p, inputs, bucket)
                 flat_q = self.q.hidden(params_q, inputs, bucket)
-                rows = np.concatenate([np.arange(len(x)) + k * bucket for k, x in enumerate(inputs)]).astype(np.int32)
+                rows = np.concatenate([np.arange(len(x)) + k * bucket for k, x in enumerate(inputs)]).astype(
+                    np.int32
+                )
                 targets = np.concatenate([sequences[i][1:] for i in batch]).astype(np.int32)
                 got = self._rows(params_p, params_q, flat_p, flat_q, rows, targets)
                 ends = np.cumsum([len(x) for x in inputs])
@@ -130,7 +136,9 @@ class PairScorer:
         padded = -(-n // SLICE_ROWS) * SLICE_ROWS
         rows, targets = np.resize(rows, padded), np.resize(targets, padded)
         parts = [
-            self._slice(params_p, params_q, flat_p, flat_q, rows[s : s + SLICE_ROWS], targets[s : s + SLICE_ROWS])
+            self._slice(
+                params_p, params_q, flat_p, flat_q, rows[s : s + SLICE_ROWS], targets[s : s + SLICE_ROWS]
+            )
             for s in range(0, padded, SLICE_ROWS)
         ]
         return np.concatenate([np.stack([np.asarray(x) for x in part]) for part in parts], axis=1)[:, :n]
@@ -164,7 +172,11 @@ def summary(heldout: HeldoutSet, compared: Sequence[TokenComparison]) -> dict[st
         "domains": domains,
         "pooled": means(rows),
         "positions": by_position(compared),
-        "rules": {"units": "nat per prediction", "forward": "KL(reference || reproduced)", "classes": "all trained"},
+        "rules": {
+            "units": "nat per prediction",
+            "forward": "KL(reference || reproduced)",
+            "classes": "all trained",
+        },
     }
 
 

@@ -41,7 +41,11 @@ def trace_hf(
     from transformers import Olmo3ForCausalLM
 
     model = Olmo3ForCausalLM.from_pretrained(
-        str(hf_dir), attn_implementation=attention, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        str(hf_dir),
+        attn_implementation=attention,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
     ).eval()
     top: dict[str, np.ndarray] = {}
     layers: list[dict[str, np.ndarray]] = [{} for _ in model.model.layers]

@@ -41,7 +41,10 @@ def torch_losses(hf_dir: Path, documents: Sequence[Document]) -> list[float]:
 
 
 def measure(
-    torch_sides: tuple[Path, Path], scorers: tuple[Scorer, Scorer], params: tuple[Params, Params], heldout: HeldoutSet
+    torch_sides: tuple[Path, Path],
+    scorers: tuple[Scorer, Scorer],
+    params: tuple[Params, Params],
+    heldout: HeldoutSet,
 ) -> dict[str, Any]:
     """Mean loss (nat per prediction) in the four cells, and both gaps. Each pair is (reference, reproduced)."""
     n = sum(d.predictions for d in heldout.documents)

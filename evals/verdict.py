@@ -125,7 +125,10 @@ def _cells(cells: Sequence[Cell]) -> list[tuple[str, str]]:
         missing = [c for c in mine if c.reason == "not evaluated"]
         if missing:
             out.append((INCONCLUSIVE, f"{name}: not evaluated at {_steps(missing)}"))
-        for verdict, words in ((NOT_FAITHFUL, "differs"), (INCONCLUSIVE, "cannot be told apart from a difference")):
+        for verdict, words in (
+            (NOT_FAITHFUL, "differs"),
+            (INCONCLUSIVE, "cannot be told apart from a difference"),
+        ):
             bad = [c for c in mine if c.verdict == verdict and c not in missing]
             if bad:
                 out.append((verdict, f"{name} {words} at {_steps(bad)}: {bad[-1].reason}"))
@@ -171,7 +174,9 @@ def _training(training: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     detail = training.get("detail")
     if state == "failed":
-        return [(INCONCLUSIVE, f"training does not follow the reference step by step: {detail or 'no detail'}")]
+        return [
+            (INCONCLUSIVE, f"training does not follow the reference step by step: {detail or 'no detail'}")
+        ]
     return [(INCONCLUSIVE, "training was not compared with the reference step by step")]
 
 

@@ -15,7 +15,9 @@ class WatchConfig(Section):
 
     interval_seconds: int = Field(60, ge=1)
     cron: str = Field("", description="for instance */10 * * * *")
-    while_training: bool = Field(True, description="evaluate landmarks as they are committed, beside the training")
+    while_training: bool = Field(
+        True, description="evaluate landmarks as they are committed, beside the training"
+    )
     concurrency: int = Field(1, ge=1, description="landmarks evaluated at the same time")
     retries: int = Field(2, ge=0, description="further tries of a landmark that fails, then it is marked")
     retry_delay_seconds: float = Field(10.0, ge=0)
@@ -31,13 +33,17 @@ class LaunchConfig(Section):
     project: str = ""
     region: str = ""
     bucket: str = Field("", description="run directory of the launched job: gs://bucket/path")
-    service_account: str = Field("", description="gke: Kubernetes account; vertex: e-mail of the Google account")
+    service_account: str = Field(
+        "", description="gke: Kubernetes account; vertex: e-mail of the Google account"
+    )
     namespace: str = Field("default", description="gke: namespace")
     context: str = Field("", description="gke: kubeconfig context; empty: the current one")
     capacity: Literal["on_demand", "spot", "flex_start"] = "on_demand"
     queue: str = Field("", description="gke: Kueue LocalQueue; the job waits there until it is admitted")
     max_relaunches: int = Field(3, ge=0, description="relaunches in a row that gain no step before giving up")
-    backoff_seconds: float = Field(30.0, ge=0, description="wait before the first relaunch; doubles, at most 30 minutes")
+    backoff_seconds: float = Field(
+        30.0, ge=0, description="wait before the first relaunch; doubles, at most 30 minutes"
+    )
     watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")

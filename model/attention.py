@@ -32,7 +32,9 @@ def choose_backend(name: str, platform: str, has_documents: bool) -> str:
         if name == "cudnn" and has_documents:
             name = "xla"
     if name == "cudnn" and has_documents:
-        raise RecipeError("numerics.attention 'cudnn' has no document mask", "use 'xla' or 'auto' for packed data")
+        raise RecipeError(
+            "numerics.attention 'cudnn' has no document mask", "use 'xla' or 'auto' for packed data"
+        )
     return name
 
 
@@ -96,7 +98,8 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, docs: jax
     if window is not None and -(-S // size) > UNROLL:
         out = _sliding_scan(q5, k, v, docs, window, size)
     else:
-        segment = size if -(-S // size) <= UNROLL else -(-(-(-S // UNROLL)) // size) * size
+        share = -(-S // UNROLL)  # each of UNROLL segments gets so many queries, rounded up to whole slices
+        segment = size if -(-S // size) <= UNROLL else -(-share // size) * size
         parts = []
         for a in range(0, S, segment):
             f = functools.partial(_segment, a=a, b=min(S, a + segment), size=size, window=window)
@@ -106,7 +109,15 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, docs: jax
 
 
 def _segment(
-    q: jax.Array, k: jax.Array, v: jax.Array, docs: jax.Array | None, *, a: int, b: int, size: int, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    docs: jax.Array | None,
+    *,
+    a: int,
+    b: int,
+    size: int,
+    window: int | None,
 ) -> jax.Array:
     """Queries a..b over the keys they can see; more than `size` queries go slice by slice."""
     lo = 0 if window is None else max(0, a - window + 1)

@@ -115,7 +115,9 @@ def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) 
     directory = step_dir(Path(root), step)
     why = problem(directory, verify)
     if why is not None:
-        raise IdentityError(f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again")
+        raise IdentityError(
+            f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again"
+        )
     meta = read_json(directory / META)
     out = {"params": _read_tree(directory / "params", abstract["params"])}
     if "opt" in abstract:
@@ -130,7 +132,9 @@ def restore_params(root: str | Path, step: int, *, verify: bool = True) -> tuple
 
     cfg = ModelConfig.model_validate(read_meta(root, step)["model"])
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), abstract_params(cfg))
+    abstract = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), abstract_params(cfg)
+    )
     state, _ = restore(root, step, {"params": abstract}, verify=verify)
     return jax.tree.map(np.asarray, state["params"]), cfg
 
@@ -140,13 +144,18 @@ def _read_tree(path: Path, abstract: Any) -> Any:
 
     with ocp.StandardCheckpointer() as reader:
         saved = reader.metadata(path.absolute()).item_metadata.tree
-        have = {jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(saved)}
-        want = {jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(abstract)}
+        have = {
+            jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(saved)
+        }
+        want = {
+            jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(abstract)
+        }
         wrong = [f"{k} is {have.get(k, 'absent')}, wanted {want.get(k, 'not at all')}"
                  for k in sorted(have.keys() | want.keys()) if have.get(k) != want.get(k)]  # fmt: skip
         if wrong:
             raise IdentityError(
-                f"{path} holds another model: {'; '.join(wrong[:5])}", "restore with the model config in its meta.json"
+                f"{path} holds another model: {'; '.join(wrong[:5])}",
+                "restore with the model config in its meta.json",
             )
         return reader.restore(path.absolute(), abstract)
 
@@ -187,7 +196,9 @@ class Saver:
     def prepare(self, abstract: Any) -> None:
         """Compile the copy of the state ahead of time, so that saving never compiles inside the loop."""
         shardings = jax.tree.map(lambda s: s.sharding, abstract)
-        copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), in_shardings=(shardings,), out_shardings=shardings)
+        copy = jax.jit(
+            lambda t: jax.tree.map(jnp.copy, t), in_shardings=(shardings,), out_shardings=shardings
+        )
         self._copy = copy.lower(abstract).compile()
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
@@ -195,8 +206,15 @@ class Saver:
         self.wait()
         copied = self._copy(state) if self._copy is not None else jax.tree.map(jnp.copy, state)
         jax.block_until_ready(copied)
-        record = {"format": FORMAT, "step": step, "versions": versions("jax", "flax", "orbax-checkpoint"), **meta}
-        self._thread = threading.Thread(target=self._run, args=(step, copied, record), name=f"save-step{step}")
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "versions": versions("jax", "flax", "orbax-checkpoint"),
+            **meta,
+        }
+        self._thread = threading.Thread(
+            target=self._run, args=(step, copied, record), name=f"save-step{step}"
+        )
         self._thread.start()
 
     def check(self) -> None:

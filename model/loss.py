@@ -140,7 +140,9 @@ def _sums(
         ce, zz, dx, d_head = local(x, whole, labels, weights, vocab_axis="tensor")
         ce, zz = jax.lax.psum((ce, zz), BATCH_AXES)
         if with_grad:
-            d_head = jax.lax.psum_scatter(jax.lax.psum(d_head, "data"), "fsdp", scatter_dimension=1, tiled=True)
+            d_head = jax.lax.psum_scatter(
+                jax.lax.psum(d_head, "data"), "fsdp", scatter_dimension=1, tiled=True
+            )
         return ce, zz, dx, d_head
 
     rows, flat = batch_spec(3), batch_spec(2)
@@ -198,6 +200,12 @@ def train_loss(
     if tokens.shape[0] % shards:
         raise RecipeError(f"{tokens.shape[0]} rows do not divide over {shards} batch shards of the mesh")
     loss, ce, z = head_loss(
-        hidden, params["lm_head"], labels, weights, loss_cfg.z_loss_multiplier, numerics.loss_slice_tokens, mesh
+        hidden,
+        params["lm_head"],
+        labels,
+        weights,
+        loss_cfg.z_loss_multiplier,
+        numerics.loss_slice_tokens,
+        mesh,
     )
     return loss, {"ce": ce, "z": z}

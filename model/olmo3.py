@@ -30,7 +30,9 @@ def compute_dtype(numerics: NumericsConfig) -> Any:
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] @ weight [out, in]^T -> [..., out] in x's dtype; float32 stays float32 on every platform."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+    return jax.lax.dot_general(
+        x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=precision
+    )
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -43,7 +45,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     return (y * gain.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
     """RoPE in float32 with half-split pairs (j, j+K/2). x [B,S,H,K], cos and sin [S,K/2]."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[None, :, None, :], sin[None, :, None, :]
@@ -186,11 +188,16 @@ def apply_hidden(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Final-normed hidden states [B,S,D] of tokens int32[B,S]; doc_ids int32[B,S] restricts attention."""
-    return Olmo3(cfg, numerics, mesh).apply({"params": params}, tokens, doc_ids)
+    out: Any = Olmo3(cfg, numerics, mesh).apply({"params": params}, tokens, doc_ids)
+    return out
 
 
 def logits(
-    params: Params, cfg: ModelConfig, numerics: NumericsConfig, tokens: jax.Array, doc_ids: jax.Array | None = None
+    params: Params,
+    cfg: ModelConfig,
+    numerics: NumericsConfig,
+    tokens: jax.Array,
+    doc_ids: jax.Array | None = None,
 ) -> jax.Array:
     """float32[B,S,V] over the padded vocabulary; in `mixed` they are rounded to bf16 first, as the reference's are."""
     hidden = apply_hidden(params, cfg, numerics, tokens, doc_ids)

@@ -30,7 +30,11 @@ from model.config import (
 from model.flops import step_flops, traced_matmul_flops
 
 # Without these libtpu looks for a TPU host and complains at length that there is none.
-QUIET_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
+QUIET_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 SPLASH_MARK = "tpu_custom_call"
 STATE_BYTES_PER_PARAM = 12  # fp32 weights and two fp32 moments
 OVERSIZE_MARKS = ("RESOURCE_EXHAUSTED", "exceeds", "Ran out of memory")
@@ -60,7 +64,11 @@ class PlanRequest:
 
 
 def make_plan(
-    request: PlanRequest, slice_: Slice, *, price_per_chip_hour: float | None = None, cache: Path | None = None
+    request: PlanRequest,
+    slice_: Slice,
+    *,
+    price_per_chip_hour: float | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Compile the step for `slice_` and describe it; a plan with the same fingerprint is read from `cache`.
 
@@ -99,7 +107,12 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     mesh = sharding.make_mesh(request.mesh, devices)
     check_batch(request, sharding.batch_shards(mesh))
     spec = StepSpec(
-        request.model, request.optimizer, request.loss, request.numerics, mesh, request.train.micro_batch_instances
+        request.model,
+        request.optimizer,
+        request.loss,
+        request.numerics,
+        mesh,
+        request.train.micro_batch_instances,
     )
     state = abstract_state(spec)
     batch = abstract_batch(spec, request.global_batch_instances, request.sequence_length)
@@ -111,7 +124,8 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     }
     start, wall = time.process_time(), time.monotonic()
     try:
-        program = jit_step(spec).lower(state, batch).compile()
+        lowered = jit_step(spec).lower(state, batch)
+        program = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         if not any(mark in str(e) for mark in OVERSIZE_MARKS):
             raise
@@ -125,7 +139,8 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "program_bytes": memory.generated_code_size_in_bytes,
-        "splash_calls": program.as_text().count(SPLASH_MARK),
+        # From the program given to XLA: printing the compiled one fails in jaxlib 0.10.2 (async-update operands).
+        "splash_calls": lowered.as_text().count(SPLASH_MARK),
         "xla_flops_loop_bodies_once": cost.get("flops"),
         **_took(start, wall),
     }
@@ -151,7 +166,11 @@ def check_batch(request: PlanRequest, shards: int) -> None:
 
 def largest_buffers(message: str, lines: int = 12) -> str:
     """The part of XLA's out-of-memory message that names sizes and buffers."""
-    wanted = [line.strip() for line in message.splitlines() if any(w in line for w in ("Size:", "Shape:", "exceed", "Used", "Largest"))]
+    wanted = [
+        line.strip()
+        for line in message.splitlines()
+        if any(w in line for w in ("Size:", "Shape:", "exceed", "Used", "Largest"))
+    ]
     return "\n".join(wanted[:lines]) or message[:600]
 
 
@@ -196,7 +215,8 @@ def describe(
         "tokens_per_step": tokens,
         "model_flops": flops.model,
         "hardware_flops": flops.hardware,
-        "traced_over_formula": compiled["traced_matmul_flops"] / (flops.matmul + recomputed_matmul - core_again),
+        "traced_over_formula": compiled["traced_matmul_flops"]
+        / (flops.matmul + recomputed_matmul - core_again),
         "roofline": times,
         "step_seconds": seconds,
         "bound_by": max(times, key=lambda k: times[k]),
@@ -205,7 +225,9 @@ def describe(
         "days": days,
         "price": None if price_per_chip_hour is None else days * 24 * slice_.chips * price_per_chip_hour,
         "checkpoint_bytes": params * STATE_BYTES_PER_PARAM,
-        "checkpoint_bytes_per_second": params * STATE_BYTES_PER_PARAM / (seconds * request.train.checkpoint_every),
+        "checkpoint_bytes_per_second": params
+        * STATE_BYTES_PER_PARAM
+        / (seconds * request.train.checkpoint_every),
         **compiled,
     }
 
@@ -256,7 +278,10 @@ def choices(request: PlanRequest, slice_: Slice) -> list[PlanRequest]:
 
 def rank(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Plans that fit, fastest first, then those that do not, nearest to fitting first."""
-    return sorted(plans, key=lambda p: (not p["fits"], p["step_seconds"] if p["fits"] else p["bytes_per_device"] or math.inf))
+    return sorted(
+        plans,
+        key=lambda p: (not p["fits"], p["step_seconds"] if p["fits"] else p["bytes_per_device"] or math.inf),
+    )
 
 
 def text(plan: dict[str, Any], steps: int) -> str:
@@ -275,7 +300,10 @@ def text(plan: dict[str, Any], steps: int) -> str:
             f"attention kernels  {plan['splash_calls']} Pallas calls in the program",
         ]
     else:
-        lines += ["NOT FIT: the compiler ran out of memory", *(f"  {line}" for line in plan["why"].splitlines())]
+        lines += [
+            "NOT FIT: the compiler ran out of memory",
+            *(f"  {line}" for line in plan["why"].splitlines()),
+        ]
     r = plan["roofline"]
     lines += [
         f"FLOPs per step     {plan['model_flops']:.4g} (with recomputation {plan['hardware_flops']:.4g}; "

@@ -23,7 +23,9 @@ def inv_freq(head_dim: int, theta: float, scaling: YarnConfig | None = None) -> 
         return plain
 
     def dim_of(rotations: float) -> float:
-        return head_dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        )
 
     low = max(math.floor(dim_of(scaling.beta_fast)), 0)
     high = min(math.ceil(dim_of(scaling.beta_slow)), head_dim // 2 - 1)

@@ -38,7 +38,9 @@ def mesh_shape(cfg: MeshConfig, devices: int) -> tuple[int, int, int]:
     known = math.prod(s for s in sizes if s)
     if devices % known or (0 not in sizes and known != devices):
         text = f"mesh data={cfg.data} fsdp={cfg.fsdp} tensor={cfg.tensor} does not match {devices} devices"
-        raise RecipeError(text, "the product of the mesh sizes must be the device count; 0 takes what is left")
+        raise RecipeError(
+            text, "the product of the mesh sizes must be the device count; 0 takes what is left"
+        )
     shape = [s or devices // known for s in sizes]
     return shape[0], shape[1], shape[2]
 

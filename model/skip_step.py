@@ -49,7 +49,9 @@ def init(cfg: OptimizerConfig, params: Any, adam_count_at_start: int = 0) -> Sta
     }
 
 
-def _within(history: jax.Array, counted: jax.Array, n: jax.Array, latest: jax.Array, sigma: float) -> jax.Array:
+def _within(
+    history: jax.Array, counted: jax.Array, n: jax.Array, latest: jax.Array, sigma: float
+) -> jax.Array:
     """latest - mean <= sigma * std (unbiased) over the counted entries.
 
     Everything is taken relative to the newest history entry, so that a constant history has mean exactly itself and
@@ -109,7 +111,9 @@ def apply(
     `loss` is CE only, without z-loss. `lr` float32 and `lr_decay` = lr * weight_decay, rounded from float64 on the
     host. `cold` forgets the window first, as a restart of the reference did.
     """
-    window = jax.tree.map(lambda old, new: jnp.where(cold, new, old), state["window"], empty_window(cfg.skip_step))
+    window = jax.tree.map(
+        lambda old, new: jnp.where(cold, new, old), state["window"], empty_window(cfg.skip_step)
+    )
     norm = global_norm(grads)
     scale = jnp.minimum(1.0, cfg.max_grad_norm / (norm + 1e-6))
     take, window = decide(cfg.skip_step, window, loss, norm)
@@ -144,13 +148,17 @@ def _name(path: Any) -> str:
     return path[0].key if path and hasattr(path[0], "key") else ""
 
 
-def skip_step_adamw(cfg: OptimizerConfig, adam_count_at_start: int = 0) -> optax.GradientTransformationExtraArgs:
+def skip_step_adamw(
+    cfg: OptimizerConfig, adam_count_at_start: int = 0
+) -> optax.GradientTransformationExtraArgs:
     """The same optimizer in optax's form: `update(grads, state, params, loss=, lr=)` gives additive updates.
 
     A skipped call gives zeros. The trainer uses `apply`, which writes the new weights without a subtraction.
     """
 
-    def update(grads: Any, state: State, params: Any, *, loss: Any, lr: Any, cold: Any = False, **_: Any) -> Any:
+    def update(
+        grads: Any, state: State, params: Any, *, loss: Any, lr: Any, cold: Any = False, **_: Any
+    ) -> Any:
         lr32 = jnp.asarray(lr, jnp.float32)
         new, state, _info = apply(
             cfg, grads, state, params,
@@ -158,4 +166,6 @@ def skip_step_adamw(cfg: OptimizerConfig, adam_count_at_start: int = 0) -> optax
         )  # fmt: skip
         return jax.tree.map(lambda a, b: a - b, new, params), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: init(cfg, params, adam_count_at_start), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: init(cfg, params, adam_count_at_start), update
+    )

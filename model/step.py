@@ -46,7 +46,10 @@ def new_state(spec: StepSpec, params: Params, history: HistoryConfig) -> State:
     shardings = state_shardings(spec)
     params = jax.device_put(params, shardings["params"])
     make = jax.jit(
-        lambda p: {"opt": skip_step.init(spec.optimizer, p, history.adam_count_at_start), "step": jnp.int32(0)},
+        lambda p: {
+            "opt": skip_step.init(spec.optimizer, p, history.adam_count_at_start),
+            "step": jnp.int32(0),
+        },
         out_shardings={"opt": shardings["opt"], "step": shardings["step"]},
     )
     return {"params": params, **make(params)}
@@ -84,7 +87,9 @@ def batch_shardings(spec: StepSpec, with_documents: bool = False) -> dict[str, N
     return {**out, "control": sharding.replicated(spec.mesh)}
 
 
-def control(schedule: ScheduleConfig, optimizer: OptimizerConfig, history: HistoryConfig, step: int) -> np.ndarray:
+def control(
+    schedule: ScheduleConfig, optimizer: OptimizerConfig, history: HistoryConfig, step: int
+) -> np.ndarray:
     """float32[3] of step `step`: learning rate, rate * weight decay, 1 if the skip window is forgotten first."""
     rate = learning_rate(schedule, step)
     cold = float((step - 1) in history.cold_window_at)
@@ -101,7 +106,9 @@ def host_batch(tokens: np.ndarray, instance_mask: np.ndarray, numbers: np.ndarra
     }
 
 
-def gradients(spec: StepSpec, params: Params, batch: dict[str, jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
+def gradients(
+    spec: StepSpec, params: Params, batch: dict[str, jax.Array]
+) -> tuple[Params, dict[str, jax.Array]]:
     """(float32 gradients, {"ce", "z"}) of a global batch, over micro-batches if the spec asks for them.
 
     Micro-batch k holds rows k, k+n, k+2n, ... so that every device works on each of them.
@@ -141,7 +148,9 @@ def gradients(spec: StepSpec, params: Params, batch: dict[str, jax.Array]) -> tu
     return total
 
 
-def train_step(spec: StepSpec, state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+def train_step(
+    spec: StepSpec, state: State, batch: dict[str, jax.Array]
+) -> tuple[State, dict[str, jax.Array]]:
     """One update. metrics: ce, z_loss, grad_norm (before clipping), skipped; float32 scalars."""
     grads, parts = gradients(spec, state["params"], batch)
     lr, lr_decay, cold = batch["control"]

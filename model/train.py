@@ -70,7 +70,9 @@ class TrainSpec:
         sections: dict[str, Any] = {}
         for field in dataclasses.fields(cls)[1:]:
             if field.name not in recipe:
-                raise RecipeError(f"{run}/recipe.json has no section {field.name!r}", "write the recipe again")
+                raise RecipeError(
+                    f"{run}/recipe.json has no section {field.name!r}", "write the recipe again"
+                )
             try:
                 sections[field.name] = field.type.model_validate(recipe[field.name])  # type: ignore[union-attr]
             except ValueError as e:
@@ -116,7 +118,9 @@ class Trainer:
             run / "order", n_instances=self.index.n_instances, index_digest=self.index.digest
         )
         self.index.require(data.global_batch_instances, spec.train.steps)
-        self.identity = spec.identity(self.index.digest, fingerprint(canonical(describe_order(run / "order"))))
+        self.identity = spec.identity(
+            self.index.digest, fingerprint(canonical(describe_order(run / "order")))
+        )
         self.root = run / "checkpoints"
         self.stop = False
 
@@ -144,7 +148,9 @@ class Trainer:
         state, meta = checkpoint.restore(self.root, step, abstract, verify=False)  # verified just above
         receipt = Receipt.from_json(meta["receipt"])
         if not step == int(state["step"]) == receipt.step == meta["position"]["step"]:
-            raise IdentityError(f"step{step} in {self.root}: its parts stand at different steps", "delete it by hand")
+            raise IdentityError(
+                f"step{step} in {self.root}: its parts stand at different steps", "delete it by hand"
+            )
         print(f"resuming from {checkpoint.step_dir(self.root, step)}", file=sys.stderr)
         return step, state, receipt
 
@@ -174,7 +180,9 @@ class Trainer:
         begun = time.monotonic()
         program = (
             step_lib.jit_step(self.step_spec)
-            .lower(step_lib.abstract_state(self.step_spec), step_lib.abstract_batch(self.step_spec, rows, length))
+            .lower(
+                step_lib.abstract_state(self.step_spec), step_lib.abstract_batch(self.step_spec, rows, length)
+            )
             .compile()
         )
         summary["compile_seconds"] = time.monotonic() - begun
@@ -287,7 +295,9 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code
-    print(f"trained {summary['steps']} steps, {summary['skipped_steps']} skipped, receipt {summary['receipt']}")
+    print(
+        f"trained {summary['steps']} steps, {summary['skipped_steps']} skipped, receipt {summary['receipt']}"
+    )
     return 0
 
 

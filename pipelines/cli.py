@@ -21,7 +21,7 @@ from pathlib import Path
 from infra.errors import RecipeError, ReproError
 from infra.lease import Lease
 from infra.progress import clock
-from pipelines import tools
+from pipelines import cli_launch, cli_serve, tools
 from pipelines.recipe import Recipe, field_lines, load_recipe, recipe_names
 from pipelines.stages import (
     BY_NAME,
@@ -34,7 +34,6 @@ from pipelines.stages import (
     verdict_of,
 )
 
-EXIT_OF_VERDICT = {"FAITHFUL": 0, "NOT FAITHFUL": 1, "INCONCLUSIVE": 3}
 OS_REMEDIES = {
     errno.ENOSPC: "free some space and run the same command again; nothing half-written counts as done",
     errno.EDQUOT: "free some space and run the same command again; nothing half-written counts as done",
@@ -84,8 +83,14 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument(
             "--redo", action="store_true", help="forget this stage and all after it, then make it"
         )
+    two = add("compare", "judge run B as the reproduction of run A", tools.compare, recipe=False)
+    two.add_argument("run_a", help="run directory A")
+    two.add_argument("run_b", help="run directory B")
+    two.add_argument("--out", default="", help="directory of the comparison (default: runs/compare-A-B)")
     add("audit", "recompute a run's data receipts from index and order", tools.audit)
     tools.add_plan(add("plan", "compile the step for a TPU slice: memory, FLOPs, time, price", tools.plan))
+    cli_launch.register(add)
+    cli_serve.register(add)
     add("status", "what is done in a run directory", status)
     listing = add("recipes", "the known recipes, or every field of one", recipes, recipe=False)
     listing.add_argument("recipe", nargs="?", default="", help="recipe name")
@@ -204,7 +209,7 @@ def print_verdict(run: Path) -> int:
     verdict = verdict_of(run)
     print(terminal_table(verdict))
     print(f"report: {run / 'report' / 'index.html'}")
-    return EXIT_OF_VERDICT[verdict["overall"]]
+    return tools.EXIT_OF_VERDICT[verdict["overall"]]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
-"""Prefect flows over the stages. Prefect shows and schedules; what is done is decided by the stage records.
+"""The chain as a Prefect flow. Prefect shows and schedules; what is done is decided by the stage records.
 
 The environment must be set before Prefect is imported (its settings are read once), so `run_reproduce` is the
-entry point and the import happens inside. The surprising thing: Prefect's own result cache is off
-everywhere; a cache hit there would not check that the files still stand.
+entry point and imports happen inside. The surprising thing: Prefect's own result cache is off
+everywhere; a cache hit there would not check that the files still stand. Identity has one key function,
+`infra.artifacts.fingerprint`, over what `pipelines.stages.identity` lists.
 """
 
+import contextlib
+import contextvars
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipelines.recipe import Recipe
 from pipelines.stages import Outcome, chain, read_recipe, run_stage
+
+PROGRESS_SECONDS = 5.0
 
 
 def prefect_environment(home: Path) -> None:
@@ -29,22 +37,80 @@ def prefect_environment(home: Path) -> None:
         os.environ.pop("PREFECT_API_URL", None)  # an empty value breaks Prefect's event worker
 
 
-def build_flow() -> Any:
-    """The `reproduce` flow: one task per stage, in the chain's order."""
-    from prefect import flow, task
+def stage_task(name: str, recipe: Recipe, run: Path) -> Outcome:
+    """One stage as a Prefect task, in this thread, so that a cancelled flow interrupts it."""
+    from prefect import task
     from prefect.cache_policies import NO_CACHE
+
+    @task(name=name, cache_policy=NO_CACHE, persist_result=False)
+    def step() -> Outcome:
+        return run_stage(name, recipe, run)
+
+    return step()
+
+
+def run_chain(recipe: Recipe, run: Path) -> list[Outcome]:
+    """Every stage in order, inside a flow. While training runs, landmarks are evaluated as they are committed.
+
+    However the flow ends (done, failed, cancelled, killed politely), no job of ours outlives it.
+    """
+    from infra.launch.local import LocalJob, stop_all
+
+    follower: LocalJob | None = None
+
+    def one(name: str) -> Outcome:
+        nonlocal follower
+        if name == "train" and recipe.launch.watch.while_training and not _made(run, "train"):
+            follower = LocalJob(
+                "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10"], name="landmarks",
+                log_dir=run / "logs", state_dir=run / ".xmanager",
+                env={"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "OMP_NUM_THREADS": str(recipe.launch.threads)},
+            )  # fmt: skip
+        if name == "evaluate" and follower is not None:
+            follower.wait()
+        return stage_task(name, recipe, run)
+
+    try:
+        with publishing(run, recipe):
+            return chain(recipe, run, one)
+    finally:
+        stop_all()
+
+
+def _made(run: Path, stage: str) -> bool:
+    return (run / "stages" / f"{stage}.json").exists()
+
+
+@contextlib.contextmanager
+def publishing(run: Path, recipe: Recipe) -> Iterator[None]:
+    """Keep the artifacts of a run fresh while a stage blocks the flow, and once more at the end."""
+    from pipelines import artifacts
+
+    ended, context = threading.Event(), contextvars.copy_context()
+
+    def beat() -> None:
+        while not ended.wait(PROGRESS_SECONDS):
+            context.run(artifacts.publish, run, recipe)
+
+    thread = threading.Thread(target=beat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(PROGRESS_SECONDS)
+        artifacts.publish(run, recipe)
+
+
+def build_flow() -> Any:
+    """The `reproduce` flow over a run directory that is already open and leased."""
+    from prefect import flow
 
     @flow(name="reproduce", validate_parameters=False)
     def reproduce(run_dir: str) -> list[Outcome]:
         """Run every stage of `run_dir`, reusing what stands."""
         run = Path(run_dir)
-        recipe = read_recipe(run)
-
-        def one(name: str) -> Outcome:
-            step = task(name=name, cache_policy=NO_CACHE, persist_result=False)(run_stage)
-            return step(name, recipe, run)
-
-        return chain(recipe, run, one)
+        return run_chain(read_recipe(run), run)
 
     return reproduce
 

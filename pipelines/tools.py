@@ -7,8 +7,9 @@ held-out tokens of a run directory (found above A, or named with --run-dir), nev
 import argparse
 from pathlib import Path
 
-from infra.artifacts import read_json
 from infra.errors import RecipeError
+
+EXIT_OF_VERDICT = {"FAITHFUL": 0, "NOT FAITHFUL": 1, "INCONCLUSIVE": 3}
 
 
 def add_parity(sub: argparse.ArgumentParser) -> None:
@@ -129,20 +130,28 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """The report of run B judged against run A."""
-    from evals.report.compare import compare_runs
+    """Two runs judged against each other: run B as the reproduction of run A; the exit status is the verdict's."""
+    from evals.compare_runs import compare_runs
+    from evals.report.terminal import terminal_table
+    from pipelines.stages import verdict_of
 
-    a, b = map(Path, args.targets)
-    for run in (a, b):
-        read_json(run / "recipe.json")
-    print(compare_runs(a, b, Path(args.out or "runs/compare")))
-    return 0
+    a, b = Path(args.run_a), Path(args.run_b)
+    out = Path(args.out or f"runs/compare-{a.name}-{b.name}")
+    page = compare_runs(a, b, out)
+    verdict = verdict_of(out)
+    print(terminal_table(verdict))
+    print(f"report: {page}")
+    return EXIT_OF_VERDICT[verdict["overall"]]
 
 
 def add_plan(sub: argparse.ArgumentParser) -> None:
     """Options of `repro plan`."""
-    sub.add_argument("--topology", default="", help="TPU slice, for instance v5p:4x4x4 (default: the recipe's)")
-    sub.add_argument("--sweep", action="store_true", help="try meshes, rematerialisation and micro-batches; rank them")
+    sub.add_argument(
+        "--topology", default="", help="TPU slice, for instance v5p:4x4x4 (default: the recipe's)"
+    )
+    sub.add_argument(
+        "--sweep", action="store_true", help="try meshes, rematerialisation and micro-batches; rank them"
+    )
     sub.add_argument("--prices", default="", help='JSON file {"v5p": 4.2} in USD per chip and hour')
     sub.add_argument("--out", default="", help="write the plan as JSON")
     sub.add_argument("--cache", default=".cache/plans", help="compiled results by fingerprint")

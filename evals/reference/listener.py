@@ -28,7 +28,9 @@ class Listener(Callback):
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         ids = batch["index"].cpu().numpy()
-        self._receipt.update(self.step, ids.astype("uint32"), batch["input_ids"].cpu().numpy().astype("uint32"))
+        self._receipt.update(
+            self.step, ids.astype("uint32"), batch["input_ids"].cpu().numpy().astype("uint32")
+        )
         mask = batch.get("instance_mask")
         self._row = {
             "step": self.step,

@@ -135,7 +135,9 @@ def check_possible(spec: ReferenceSpec) -> None:
             "choose head_dim = d_model / n_heads",
         )
     scaling = model.rope_scaling
-    if scaling and (scaling.beta_fast != int(scaling.beta_fast) or scaling.beta_slow != int(scaling.beta_slow)):
+    if scaling and (
+        scaling.beta_fast != int(scaling.beta_fast) or scaling.beta_slow != int(scaling.beta_slow)
+    ):
         raise RecipeError("reference.model.rope_scaling: OLMo-core takes whole beta_fast and beta_slow only")
     segments(spec)
 

@@ -180,7 +180,9 @@ def run_segment(spec: ReferenceSpec, segment: Segment, done: int | None) -> None
         load_initial_weights(module.model, Path(spec.initial_weights))
     dataset = NumpyFSLDatasetConfig(
         paths=list(spec.token_files),
-        tokenizer=OlmoTokenizer(vocab_size=spec.vocab_size, eos_token_id=spec.eos_id, pad_token_id=spec.pad_id),
+        tokenizer=OlmoTokenizer(
+            vocab_size=spec.vocab_size, eos_token_id=spec.eos_id, pad_token_id=spec.pad_id
+        ),
         dtype=NumpyDatasetDType.uint32,
         sequence_length=length,
         max_target_sequence_length=spec.max_sequence_length,
@@ -250,7 +252,11 @@ def olmo_core_scheduler(part: SchedulePart) -> Any:
     """OLMo-core's scheduler of one part, with its horizon stated (`t_max`), not derived from the duration."""
     from olmo_core.optim import CosWithWarmup, HalfCosWithWarmup, LinearWithWarmup
 
-    kinds: dict[str, Any] = {"cosine": CosWithWarmup, "half_cosine": HalfCosWithWarmup, "linear": LinearWithWarmup}
+    kinds: dict[str, Any] = {
+        "cosine": CosWithWarmup,
+        "half_cosine": HalfCosWithWarmup,
+        "linear": LinearWithWarmup,
+    }
     return kinds[part.kind](warmup=part.warmup, alpha_f=part.alpha_f, t_max=part.horizon)
 
 

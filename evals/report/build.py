@@ -33,7 +33,9 @@ def build(run: Path) -> Path:
     write_bytes_atomic(out / "report.md", markdown.render(report).encode())
     write_json_atomic(out / "report.json", plain({**facts, "verdict": verdict.to_json()}))
     short = {"comparisons": inputs["comparisons"], "bounds": facts["recipe"]["evals"]["bounds"]}
-    write_json_atomic(out / "verdict.json", plain({**verdict.to_json(), "recipe": facts["recipe"]["name"], **short}))
+    write_json_atomic(
+        out / "verdict.json", plain({**verdict.to_json(), "recipe": facts["recipe"]["name"], **short})
+    )
     return out / "index.html"
 
 

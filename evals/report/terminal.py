@@ -24,7 +24,10 @@ def terminal_table(verdict: Mapping[str, Any]) -> str:
                  signed(c["difference"]), interval(c), f"{c['bound']:g}", cell["verdict"])
             )  # fmt: skip
     widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
-    text = ["  ".join(x.rjust(w) if 0 < i < 7 else x.ljust(w) for i, (x, w) in enumerate(zip(r, widths))).rstrip() for r in rows]
+    text = [
+        "  ".join(x.rjust(w) if 0 < i < 7 else x.ljust(w) for i, (x, w) in enumerate(zip(r, widths))).rstrip()
+        for r in rows
+    ]
     text.insert(1, "-" * max(map(len, text)))
     reasons = [f"  - {r}" for r in verdict["reasons"]]
     return "\n".join([*text, "", f"verdict: {verdict['overall']}", *reasons])

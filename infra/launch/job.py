@@ -16,7 +16,9 @@ from infra.redact import looks_secret
 from infra.topology import Slice
 
 PREEMPTED_CODE = 75
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # JobSet adds suffixes; a pod's host name has 63 characters
+NAME = re.compile(
+    r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+)  # JobSet adds suffixes; a pod's host name has 63 characters
 
 
 class Status(StrEnum):
@@ -131,7 +133,12 @@ def failure(handle: Handle, status: Status, lines: int = 15) -> LaunchError:
 
 def environment(job: Job) -> dict[str, str]:
     """Environment of every host of a cloud job."""
-    fixed = {"PYTHONUNBUFFERED": "1", "REPRO_RUN": job.run, "REPRO_HOSTS": str(job.hosts), "REPRO_SLICE": job.slice.name if job.slice else ""}
+    fixed = {
+        "PYTHONUNBUFFERED": "1",
+        "REPRO_RUN": job.run,
+        "REPRO_HOSTS": str(job.hosts),
+        "REPRO_SLICE": job.slice.name if job.slice else "",
+    }
     return {**fixed, **job.env}
 
 

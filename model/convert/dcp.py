@@ -143,7 +143,9 @@ def unpickle(data: bytes, what: str) -> Any:
     except IdentityError:
         raise
     except Exception as e:  # any malformed stream ends here, as one clear message
-        raise IdentityError(f"{what} cannot be read: {type(e).__name__}: {e}", "copy the checkpoint again") from None
+        raise IdentityError(
+            f"{what} cannot be read: {type(e).__name__}: {e}", "copy the checkpoint again"
+        ) from None
 
 
 class Chunk(NamedTuple):
@@ -174,7 +176,9 @@ class Checkpoint:
         self.directory = directory
         path = directory / ".metadata"
         if not path.is_file():
-            raise IdentityError(f"{path} does not exist", "give the directory of an OLMo-core checkpoint step")
+            raise IdentityError(
+                f"{path} does not exist", "give the directory of an OLMo-core checkpoint step"
+            )
         if path.stat().st_size > MAX_METADATA_BYTES:
             raise IdentityError(f"{path} has {path.stat().st_size} bytes; no real one is that large")
         table = unpickle(path.read_bytes(), str(path))
@@ -196,7 +200,8 @@ class Checkpoint:
         name, at, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
             raise IdentityError(
-                f"{self.directory}/.metadata points outside its directory: {name!r}", "do not load this checkpoint"
+                f"{self.directory}/.metadata points outside its directory: {name!r}",
+                "do not load this checkpoint",
             )
         path = self.directory / name
         if not path.is_file() or (path.is_symlink() and path.resolve().parent != self.directory.resolve()):
@@ -204,19 +209,25 @@ class Checkpoint:
         if not (isinstance(at, int) and isinstance(length, int) and at >= 0 and length > 0):
             raise IdentityError(f"{key.get('fqn')} has the impossible place {at}+{length} in {path}")
         if at + length > path.stat().st_size:
-            raise IdentityError(f"{path} is cut short: {key.get('fqn')} ends at {at + length}", "copy it again")
+            raise IdentityError(
+                f"{path} is cut short: {key.get('fqn')} ends at {at + length}", "copy it again"
+            )
         return path, at, length
 
     def _tensor(self, name: str, entry: Any, where: dict[Any, tuple[Path, int, int]]) -> Stored:
         shape = entry.get("size")
         dtype = str(entry.get("properties").get("dtype", 0))
         if dtype not in NUMPY_DTYPES or not isinstance(shape, tuple) or any(n < 0 for n in shape):
-            raise IdentityError(f"{name} has shape {shape} and dtype {dtype}; known: {', '.join(NUMPY_DTYPES)}")
+            raise IdentityError(
+                f"{name} has shape {shape} and dtype {dtype}; known: {', '.join(NUMPY_DTYPES)}"
+            )
         chunks = []
         for chunk in entry.get("chunks"):
             offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
             if (name, offsets) not in where:
-                raise IdentityError(f"{name}: the chunk at {offsets} is stored nowhere", "copy the checkpoint again")
+                raise IdentityError(
+                    f"{name}: the chunk at {offsets} is stored nowhere", "copy the checkpoint again"
+                )
             path, at, length = where[name, offsets]
             if math.prod(sizes) * NUMPY_DTYPES[dtype].itemsize > length:
                 raise IdentityError(f"{name}: a chunk of shape {sizes} cannot fit in {length} bytes")
@@ -268,7 +279,9 @@ def read_chunk(name: str, dtype: str, chunk: Chunk) -> np.ndarray:
         view = unpickle(pickled, name)
         item = NUMPY_DTYPES[dtype]
         strides = tuple(math.prod(chunk.sizes[i + 1 :]) for i in range(len(chunk.sizes)))
-        fits = isinstance(view, View) and view.dtype == dtype and view.shape == chunk.sizes and view.offset == 0
+        fits = (
+            isinstance(view, View) and view.dtype == dtype and view.shape == chunk.sizes and view.offset == 0
+        )
         if not fits or (view.stride != strides and math.prod(view.shape) > 1):
             raise IdentityError(f"{name}: its file holds {view}, the metadata says {dtype} {chunk.sizes}")
         start, size = _member(f, members, f"data/{view.key}", name)
@@ -324,7 +337,9 @@ def _archive(f: Any, at: int, length: int, name: str) -> tuple[dict[str, tuple[i
                 raise IdentityError(f"{name}: stored with another byte order")
             return members, archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl")))
     except (zipfile.BadZipFile, OSError, ValueError) as e:
-        raise IdentityError(f"{name}: its bytes are no torch archive: {e}", "copy the checkpoint again") from None
+        raise IdentityError(
+            f"{name}: its bytes are no torch archive: {e}", "copy the checkpoint again"
+        ) from None
 
 
 def _member(f: Any, members: dict[str, tuple[int, int]], key: str, name: str) -> tuple[int, int]:

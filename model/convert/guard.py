@@ -64,7 +64,9 @@ def check_header(header: dict[str, Any], body: int, path: Path) -> None:
                 REMEDY,
             )
         if stop > body:
-            raise IdentityError(f"{path} is cut short: {name} ends at {stop} of {body} bytes", "export the weights again")
+            raise IdentityError(
+                f"{path} is cut short: {name} ends at {stop} of {body} bytes", "export the weights again"
+            )
         places.append((start, stop, name))
     at = 0
     for start, stop, name in sorted(places):

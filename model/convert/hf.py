@@ -6,8 +6,10 @@ written both in the old form (`rope_theta`, `rope_scaling`) and per layer type, 
 top-level theta for full-attention layers only.
 """
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,27 +104,38 @@ def export_hf(
             "such a model has no HF form",
         )
     config = hf_config(
-        cfg, context_length=context_length, dtype=dtype, keep_padding=keep_padding, eos_id=eos_id, pad_id=pad_id
+        cfg,
+        context_length=context_length,
+        dtype=dtype,
+        keep_padding=keep_padding,
+        eos_id=eos_id,
+        pad_id=pad_id,
     )
     rows = config["vocab_size"]
-    tensors = []
+    tensors: list[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]] = []
     for e in entries(cfg):
         leaf = layout.get(params, e.path)
         source = leaf if e.index is None else leaf[e.index]
         if tuple(source.shape) != e.shape:
-            raise IdentityError(f"parameter {'/'.join(e.path)} has shape {tuple(source.shape)}, expected {e.shape}")
+            raise IdentityError(
+                f"parameter {'/'.join(e.path)} has shape {tuple(source.shape)}, expected {e.shape}"
+            )
         shape = (rows, *e.shape[1:]) if e.vocab_rows else e.shape
 
-        def make(source: Any = source, rows: int = shape[0]) -> np.ndarray:
-            return np.asarray(jax.device_get(source))[:rows]
-
-        tensors.append((e.hf, shape, make))
-    generation = {"eos_token_id": [i for i in (IM_END_ID, eos_id) if i is not None and i < rows], "pad_token_id": pad_id}
+        tensors.append((e.hf, shape, functools.partial(_rows, source, shape[0])))
+    generation = {
+        "eos_token_id": [i for i in (IM_END_ID, eos_id) if i is not None and i < rows],
+        "pad_token_id": pad_id,
+    }
     with atomic_dir(out_dir) as tmp:
         write(tmp, tensors, dtype, max_file_bytes)
         write_json_atomic(tmp / "config.json", config)
         write_json_atomic(tmp / "generation_config.json", generation)
     return config
+
+
+def _rows(source: Any, rows: int) -> np.ndarray:
+    return np.asarray(jax.device_get(source))[:rows]
 
 
 def import_hf(
@@ -155,7 +168,9 @@ def import_hf(
             problems.append(f"{name} is {tensors.dtype(name)}, not F32: its weights are rounded")
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise IdentityError(f"{directory} does not fit the model: {shown}", "check the model section against its config.json")
+        raise IdentityError(
+            f"{directory} does not fit the model: {shown}", "check the model section against its config.json"
+        )
     out = layout.map_axes(lambda path, axes, shape: np.zeros(shape, np.float32), cfg)
     for name, e in table.items():
         source = tensors.read(name)
@@ -178,7 +193,9 @@ def check_config(directory: Path, cfg: ModelConfig) -> None:
     if theta is not None and not math.isclose(theta, cfg.rope_theta):
         wrong.append(f"rope_theta is {theta}, ours {cfg.rope_theta}")
     if wrong:
-        raise IdentityError(f"{path} describes another model: {'; '.join(wrong)}", "use the model section it was made with")
+        raise IdentityError(
+            f"{path} describes another model: {'; '.join(wrong)}", "use the model section it was made with"
+        )
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:

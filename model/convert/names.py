@@ -5,7 +5,7 @@ The surprising thing: HF calls w2 `down_proj` and w3 `up_proj`, and the norms on
 `post_attention_layernorm` and `post_feedforward_layernorm`; there is no `input_layernorm`.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 from model import layout
 from model.config import ModelConfig
@@ -22,7 +22,10 @@ LAYER = {
     "w_out": ("model.layers.{i}.self_attn.o_proj.weight", "blocks.{i}.attention.w_out.weight"),
     "q_norm": ("model.layers.{i}.self_attn.q_norm.weight", "blocks.{i}.attention.q_norm.weight"),
     "k_norm": ("model.layers.{i}.self_attn.k_norm.weight", "blocks.{i}.attention.k_norm.weight"),
-    "attention_norm": ("model.layers.{i}.post_attention_layernorm.weight", "blocks.{i}.attention_norm.weight"),
+    "attention_norm": (
+        "model.layers.{i}.post_attention_layernorm.weight",
+        "blocks.{i}.attention_norm.weight",
+    ),
     "w1": ("model.layers.{i}.mlp.gate_proj.weight", "blocks.{i}.feed_forward.w1.weight"),
     "w2": ("model.layers.{i}.mlp.down_proj.weight", "blocks.{i}.feed_forward.w2.weight"),
     "w3": ("model.layers.{i}.mlp.up_proj.weight", "blocks.{i}.feed_forward.w3.weight"),
@@ -33,7 +36,8 @@ LAYER = {
 }
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Entry:
     """One tensor under its three names. `index`: its place on our stacked axis 0 (None: not stacked)."""
 
     path: layout.Path
@@ -53,7 +57,19 @@ def entries(cfg: ModelConfig) -> list[Entry]:
         return Entry((name,), None, *TOP[name], tuple(sizes[a] for a in axes), axes[0].startswith("vocab"))
 
     out = [top("embeddings")]
-    order = ("w_q", "w_k", "w_v", "w_out", "q_norm", "k_norm", "attention_norm", "w1", "w2", "w3", "feed_forward_norm")
+    order = (
+        "w_q",
+        "w_k",
+        "w_v",
+        "w_out",
+        "q_norm",
+        "k_norm",
+        "attention_norm",
+        "w1",
+        "w2",
+        "w3",
+        "feed_forward_norm",
+    )
     for i in range(cfg.n_layers):
         path, index = layout.layer_place(cfg, i)
         for name in order:

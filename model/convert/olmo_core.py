@@ -52,7 +52,8 @@ def check(checkpoint: Checkpoint, cfg: ModelConfig, *, optimizer: bool) -> None:
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise IdentityError(
-            f"{checkpoint.directory} does not fit the model: {shown}", "check the model section against its config.json"
+            f"{checkpoint.directory} does not fit the model: {shown}",
+            "check the model section against its config.json",
         )
 
 
@@ -63,7 +64,9 @@ def read_params(directory: str | Path, cfg: ModelConfig) -> dict[str, Any]:
     return _tree(checkpoint, cfg, "params")
 
 
-def read_state(directory: str | Path, cfg: ModelConfig, optimizer: OptimizerConfig, step: int) -> dict[str, Any]:
+def read_state(
+    directory: str | Path, cfg: ModelConfig, optimizer: OptimizerConfig, step: int
+) -> dict[str, Any]:
     """The whole training state after `step`: `{"params", "opt": {"m", "v", "count", "window"}, "step"}`, numpy."""
     checkpoint = Checkpoint(directory)
     check(checkpoint, cfg, optimizer=True)
@@ -74,7 +77,11 @@ def read_state(directory: str | Path, cfg: ModelConfig, optimizer: OptimizerConf
             "only a checkpoint of one uninterrupted set of parameters can be continued",
         )
     slots = optimizer.skip_step.window + 1
-    window = {"losses": np.zeros(slots, np.float32), "norms": np.zeros(slots, np.float32), "seen": np.int32(0)}
+    window = {
+        "losses": np.zeros(slots, np.float32),
+        "norms": np.zeros(slots, np.float32),
+        "seen": np.int32(0),
+    }
     return {
         "params": _tree(checkpoint, cfg, "params"),
         "opt": {
@@ -130,7 +137,10 @@ def model_config(step_dir: str | Path) -> ModelConfig:
         for text, bad in (
             (f"block {block.get('name')!r} is not reordered_norm", block.get("name") != "reordered_norm"),
             ("attention has a bias", bool(mixer.get("bias"))),
-            ("QK-norm is absent or per head", not mixer.get("qk_norm") or bool(mixer.get("use_head_qk_norm"))),
+            (
+                "QK-norm is absent or per head",
+                not mixer.get("qk_norm") or bool(mixer.get("use_head_qk_norm")),
+            ),
             ("embeddings are tied", bool(model.get("tie_word_embeddings"))),
             ("no sliding window", not window.get("pattern")),
             ("the first layer is forced to full", window.get("force_full_attention_on_first_layer", True)),

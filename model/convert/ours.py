@@ -38,7 +38,12 @@ def read_tree(source: Source, *, fill_missing_rows: bool = False) -> dict[str, A
 
 
 def to_checkpoint(
-    source: str | Path, root: str | Path, step: int, *, model: ModelConfig | None = None, fill_missing_rows: bool = False
+    source: str | Path,
+    root: str | Path,
+    step: int,
+    *,
+    model: ModelConfig | None = None,
+    fill_missing_rows: bool = False,
 ) -> Path:
     """Write the weights of `source` (HF, OLMo-core or ours) as `root/step<k>`; returns that directory."""
     found = open_source(source, model)

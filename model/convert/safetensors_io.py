@@ -17,7 +17,11 @@ import numpy as np
 from infra.errors import IdentityError
 from model.convert.guard import check_header, check_index, parse_object
 
-DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
+DTYPES: dict[str, Any] = {
+    "F32": np.dtype("<f4"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype("<f2"),
+}
 CODES = {"float32": "F32", "bfloat16": "BF16"}
 MAX_HEADER = 100_000_000
 
@@ -37,9 +41,13 @@ class Tensors:
         for name in names:
             self._read_header(directory / name)
         stray = sorted((claimed or self.where).keys() ^ self.where.keys())
-        stray += [n for n, file in (claimed or {}).items() if n in self.where and self.where[n][0].name != file]
+        stray += [
+            n for n, file in (claimed or {}).items() if n in self.where and self.where[n][0].name != file
+        ]
         if stray:
-            raise IdentityError(f"{index} and its files disagree about {', '.join(stray[:5])}", "export the weights again")
+            raise IdentityError(
+                f"{index} and its files disagree about {', '.join(stray[:5])}", "export the weights again"
+            )
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -52,7 +60,9 @@ class Tensors:
         except FileNotFoundError:
             raise IdentityError(f"{path} does not exist", "export the weights again") from None
         except (ValueError, struct.error) as e:
-            raise IdentityError(f"{path} is not a safetensors file: {e}", "export the weights again") from None
+            raise IdentityError(
+                f"{path} is not a safetensors file: {e}", "export the weights again"
+            ) from None
         header.pop("__metadata__", None)
         check_header(header, size - 8 - length, path)
         for name, entry in header.items():

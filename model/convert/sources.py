@@ -72,7 +72,9 @@ def snapshot(repo: str, revision: str, cache: str | Path | None = None) -> Resol
             "check the name and the revision, and the network if HF_HUB_OFFLINE is not set",
         ) from None
     files = {p.name: blob_digest(p) for p in sorted(path.iterdir()) if p.suffix in (".safetensors", ".json")}
-    return Resolved(path, {"kind": "hub", "repo": repo, "revision": revision, "commit": path.name, "files": files})
+    return Resolved(
+        path, {"kind": "hub", "repo": repo, "revision": revision, "commit": path.name, "files": files}
+    )
 
 
 def blob_digest(path: Path) -> str:
@@ -117,7 +119,8 @@ def published(text: str, table: str | Path | None = None) -> str:
     if step not in steps:
         near = sorted(steps, key=lambda s: abs(s - step))[:2]
         raise RecipeError(
-            f"stage {stage} has no published step {step}", f"nearest: {' and '.join(str(s) for s in sorted(near))}"
+            f"stage {stage} has no published step {step}",
+            f"nearest: {' and '.join(str(s) for s in sorted(near))}",
         )
     return steps[step]
 
@@ -134,7 +137,9 @@ def read_table(path: str | Path) -> dict[int, dict[int, str]]:
     with Path(path).open(newline="") as f:
         reader = csv.DictReader(f)
         if reader.fieldnames != ["Stage", "Step", "Checkpoint Directory"]:
-            raise IdentityError(f"{path} has the columns {reader.fieldnames}", "give AI2's list of checkpoints")
+            raise IdentityError(
+                f"{path} has the columns {reader.fieldnames}", "give AI2's list of checkpoints"
+            )
         for row in reader:
             digit = re.match(r"stage_?([123])", row["Stage"])
             if digit is None:

@@ -70,7 +70,9 @@ def dcp_source(path: Path, model: ModelConfig | None) -> Source:
     check(checkpoint, model, optimizer=False)
     table = (checkpoint.directory / ".metadata").read_bytes()
     identity = {"metadata_sha256": hashlib.sha256(table).hexdigest()}
-    return Source("olmo-core", model, model.padded_vocab_size, lambda e: checkpoint.read(source_name(e)), identity)
+    return Source(
+        "olmo-core", model, model.padded_vocab_size, lambda e: checkpoint.read(source_name(e)), identity
+    )
 
 
 def hf_source(path: Path, model: ModelConfig | None) -> Source:
@@ -84,10 +86,14 @@ def hf_source(path: Path, model: ModelConfig | None) -> Source:
     for name in sorted(table.keys() & tensors.names()):
         e = table[name]
         wanted = (rows, *e.shape[1:]) if e.vocab_rows else e.shape
-        if tensors.shape(name) != wanted or (e.vocab_rows and rows not in (model.vocab_size, model.padded_vocab_size)):
+        if tensors.shape(name) != wanted or (
+            e.vocab_rows and rows not in (model.vocab_size, model.padded_vocab_size)
+        ):
             problems.append(f"{name} has shape {tensors.shape(name)}, expected {e.shape}")
     if problems:
-        raise IdentityError(f"{path} does not fit the model: {'; '.join(problems[:8])}", "check its config.json")
+        raise IdentityError(
+            f"{path} does not fit the model: {'; '.join(problems[:8])}", "check its config.json"
+        )
     files = sorted({str(p.name) for p, _, _ in tensors.where.values()})
     identity = {"files": {n: header_digest(path / n) for n in files}}
     return Source("hf", model, rows, lambda e: tensors.read(e.hf), identity)
@@ -122,7 +128,10 @@ def open_array(tree: Path, name: str) -> Any:
 
     errors = []
     for driver in ("zarr", "zarr3"):
-        spec = {"driver": driver, "kvstore": {"driver": "ocdbt", "base": f"file://{tree.resolve()}", "path": f"{name}/"}}
+        spec = {
+            "driver": driver,
+            "kvstore": {"driver": "ocdbt", "base": f"file://{tree.resolve()}", "path": f"{name}/"},
+        }
         try:
             return ts.open(spec, open=True, read=True).result()
         except ValueError as e:
@@ -204,7 +213,12 @@ def convert(
             "convert without --keep-padding, or start from a checkpoint with all rows",
         )
     config = hf_config(
-        cfg, context_length=context_length, dtype=dtype, keep_padding=keep_padding, eos_id=eos_id, pad_id=pad_id
+        cfg,
+        context_length=context_length,
+        dtype=dtype,
+        keep_padding=keep_padding,
+        eos_id=eos_id,
+        pad_id=pad_id,
     )
     plan = {
         "source": {"kind": found.kind, "path": str(source), **found.identity},
@@ -221,11 +235,23 @@ def convert(
     total = sum(tensor_bytes(e, rows, DTYPES[CODES[dtype]].itemsize) for g in groups for e in g)
     progress = progress or Progress("convert", 1 + (total >> 20), "MB")
     for number, group in enumerate(groups, 1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(groups) == 1
+            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
         header, body = header_of(group, rows, dtype)
         target = partial / name
         if not (target.is_file() and target.stat().st_size == len(header) + body):
-            write_file(target, header, group, rows, dtype, found.read, lambda n, at=done: progress.update((at + n) >> 20))  # type: ignore[misc]
+            write_file(
+                target,
+                header,
+                group,
+                rows,
+                dtype,
+                found.read,
+                lambda n, at=done: progress.update((at + n) >> 20),
+            )  # type: ignore[misc]
         done += body
         size += body
         weight_map.update({e.hf: name for e in group})
@@ -334,7 +360,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=8192)
     args = parser.parse_args(argv)
     try:
-        convert(args.source, args.out, dtype=args.dtype, keep_padding=args.keep_padding, context_length=args.context)
+        convert(
+            args.source,
+            args.out,
+            dtype=args.dtype,
+            keep_padding=args.keep_padding,
+            context_length=args.context,
+        )
     except ReproError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code

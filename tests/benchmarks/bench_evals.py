@@ -52,7 +52,9 @@ def main() -> None:
         export_hf(params, model, root / "hf", context_length=CONTEXT, keep_padding=True)
         suite = Suite.load(EIGHT_TASKS, items_per_task=args.items, cache=root / "cache", max_cut_share=1.0)
         requests = [i for item in suite.items for i in item.instances]
-        lm = JaxLM(Scorer.for_model(model, NumericsConfig(), context=CONTEXT), text).use(jax.device_put(params))
+        lm = JaxLM(Scorer.for_model(model, NumericsConfig(), context=CONTEXT), text).use(
+            jax.device_put(params)
+        )
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(text.inner.path), eos_token="<|endoftext|>", pad_token="<|pad|>",
             clean_up_tokenization_spaces=False,
@@ -60,14 +62,31 @@ def main() -> None:
         hf = AutoModelForCausalLM.from_pretrained(root / "hf", dtype=torch.float32).eval()
         start = time.perf_counter()
         lm.loglikelihood(requests)
-        print(json.dumps({"side": "ours, first call with compilation", "seconds": round(time.perf_counter() - start, 2)}))
+        print(
+            json.dumps(
+                {
+                    "side": "ours, first call with compilation",
+                    "seconds": round(time.perf_counter() - start, 2),
+                }
+            )
+        )
         seconds: dict[str, list[float]] = {}
         answers = {}
         for _ in range(args.rounds):
             for batch in (0, *args.batch):
                 name = f"lm-eval HF, batch {batch}" if batch else "ours"
                 with quiet():
-                    side = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=batch, max_length=CONTEXT, device="cpu") if batch else lm
+                    side = (
+                        HFLM(
+                            pretrained=hf,
+                            tokenizer=tokenizer,
+                            batch_size=batch,
+                            max_length=CONTEXT,
+                            device="cpu",
+                        )
+                        if batch
+                        else lm
+                    )
                     start = time.perf_counter()
                     answers[name] = side.loglikelihood(requests)
                     seconds.setdefault(name, []).append(time.perf_counter() - start)

@@ -32,7 +32,9 @@ def config(shape: str) -> Any:
     from model.config import ModelConfig
 
     d, heads, head_dim, ff, window, _, _ = SHAPES[shape]
-    return ModelConfig(d_model=d, n_layers=4, n_heads=heads, n_kv_heads=heads, head_dim=head_dim, d_ff=ff, window=window)
+    return ModelConfig(
+        d_model=d, n_layers=4, n_heads=heads, n_kv_heads=heads, head_dim=head_dim, d_ff=ff, window=window
+    )
 
 
 def ours(shape: str, steps: int) -> list[float]:
@@ -41,21 +43,35 @@ def ours(shape: str, steps: int) -> list[float]:
 
     from model import step as lib
     from model.config import (
-        HistoryConfig, LossConfig, MeshConfig, NumericsConfig, OptimizerConfig, ScheduleConfig, SchedulePart,
+        HistoryConfig,
+        LossConfig,
+        MeshConfig,
+        NumericsConfig,
+        OptimizerConfig,
+        ScheduleConfig,
+        SchedulePart,
     )  # fmt: skip
     from model.init import init_params
     from model.sharding import make_mesh
 
     batch, sequence = SHAPES[shape][5:]
     remat = "block" if sequence > 4096 else "none"
-    spec = lib.StepSpec(config(shape), OptimizerConfig(), LossConfig(), NumericsConfig(remat=remat), make_mesh(MeshConfig()))
+    spec = lib.StepSpec(
+        config(shape), OptimizerConfig(), LossConfig(), NumericsConfig(remat=remat), make_mesh(MeshConfig())
+    )
     state = lib.new_state(spec, init_params(spec.model), HistoryConfig())
-    program = lib.jit_step(spec).lower(lib.abstract_state(spec), lib.abstract_batch(spec, batch, sequence)).compile()
+    program = (
+        lib.jit_step(spec)
+        .lower(lib.abstract_state(spec), lib.abstract_batch(spec, batch, sequence))
+        .compile()
+    )
     schedule = ScheduleConfig(parts=(SchedulePart(kind="cosine", peak=1e-3, warmup=10, horizon=100),))
     times = []
     for s in range(1, steps + 1):
         tokens = np.random.default_rng(s).integers(0, 100278, (batch, sequence))
-        host = lib.host_batch(tokens, np.ones(batch, bool), lib.control(schedule, spec.optimizer, HistoryConfig(), s))
+        host = lib.host_batch(
+            tokens, np.ones(batch, bool), lib.control(schedule, spec.optimizer, HistoryConfig(), s)
+        )
         placed = jax.device_put(host, lib.batch_shardings(spec))
         begun = time.perf_counter()
         state, metrics = program(state, placed)
@@ -109,8 +125,21 @@ def theirs(shape: str, steps: int, micro: int) -> list[float]:
 
 def child(side: str, shape: str, steps: int, micro: int) -> dict[str, Any]:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "--child", side, "--shape", shape, "--steps", str(steps), "--micro", str(micro)]
-    return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        side,
+        "--shape",
+        shape,
+        "--steps",
+        str(steps),
+        "--micro",
+        str(micro),
+    ]
+    return json.loads(
+        subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
 
 
 def compare(shape: str, steps: int) -> dict[str, Any]:
@@ -140,10 +169,18 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1)
     args = parser.parse_args()
     if args.child:
-        times = ours(args.shape, args.steps) if args.child == "ours" else theirs(args.shape, args.steps, args.micro)
-        print(json.dumps({"times": times, "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+        times = (
+            ours(args.shape, args.steps)
+            if args.child == "ours"
+            else theirs(args.shape, args.steps, args.micro)
+        )
+        print(
+            json.dumps({"times": times, "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20})
+        )
         return
-    print(json.dumps(compare("long" if args.memory else args.shape, 2 if args.memory else args.steps), indent=2))
+    print(
+        json.dumps(compare("long" if args.memory else args.shape, 2 if args.memory else args.steps), indent=2)
+    )
 
 
 if __name__ == "__main__":

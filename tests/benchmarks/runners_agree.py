@@ -1,6 +1,6 @@
 """500 MB of real text through both runners that run here; all files must be equal.
 
-    python tests/benchmarks/runners_agree.py [MEGABYTES]
+python tests/benchmarks/runners_agree.py [MEGABYTES]
 """
 
 import hashlib

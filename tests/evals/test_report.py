@@ -392,7 +392,9 @@ def test_any_two_runs_compare(whole, recipe, params, model_cfg, tmp_path):
     assert {verdict["surfaces"][s] for s in ("heldout_loss", "domain_loss", "token_kl")} == {"FAITHFUL"}
     assert "judged as a reproduction of whole" in page.read_text()
     other = tmp_path / "other"
-    shutil.copytree(whole, other, ignore=shutil.ignore_patterns("evals", "reference", "report", "checkpoints"))
+    shutil.copytree(
+        whole, other, ignore=shutil.ignore_patterns("evals", "reference", "report", "checkpoints")
+    )
     manifest = read_json(other / "tokens" / "heldout" / "manifest.json")
     manifest["shards"][0]["tokens"] += 1
     write_json_atomic(other / "tokens" / "heldout" / "manifest.json", manifest)

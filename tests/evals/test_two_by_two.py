@@ -11,7 +11,10 @@ def test_both_gaps_are_told_apart(scorer, params, nearby_params, model_cfg, hf_d
 
     export_hf(nearby_params, model_cfg, tmp_path / "hf", context_length=96, keep_padding=True)
     rng = np.random.default_rng(0)
-    documents = [Document(str(i), "ab"[i % 2], rng.integers(0, 100278, 40).astype(np.int32), 9, False) for i in range(6)]
+    documents = [
+        Document(str(i), "ab"[i % 2], rng.integers(0, 100278, 40).astype(np.int32), 9, False)
+        for i in range(6)
+    ]
     heldout = few(HeldoutSet(documents, 96, {}), 2)
     assert [d.id for d in heldout.documents] == ["0", "2", "1", "3"]
     found = measure((hf_dir, tmp_path / "hf"), (scorer, scorer), (params, nearby_params), heldout)

@@ -148,7 +148,7 @@ def test_other_model_is_refused(tmp_path, spec, state, golden_cfg):
 
     save(tmp_path, 1, state, spec)
     other = dataclasses.replace(spec, model=golden_cfg.model_copy(update={"d_ff": 128}))
-    with pytest.raises(IdentityError, match="holds another model.*w1"):
+    with pytest.raises(IdentityError, match=r"holds another model.*w1"):
         restore(tmp_path, 1, step_lib.abstract_state(other))
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from model import olmo3
-from model.attention import attention
 from model.config import LayerKind, ModelConfig, NumericsConfig, YarnConfig
 from model.convert.hf import export_hf
 from model.olmo3 import linear, mlp, rms_norm
@@ -136,7 +135,7 @@ def sliding_rope_of(hf, cfg):
 def test_layer_zero_sees_the_raw_embedding(ref):  # A4
     cfg = config(layers=1)
     params = ref.random_params(cfg)
-    p = {k: v for k, v in params["tail"]["layer_0"].items()}
+    p = dict(params["tail"]["layer_0"])
     ids = tokens()
     x = params["embeddings"][ids]
     h = x + rms_norm(olmo3.attention_branch(x, p, cfg, LayerKind.FULL), p["attention_norm"], 1e-6)
@@ -161,7 +160,3 @@ def test_window_counts_the_query(ref):  # A1: W=12, one sliding layer, 13 tokens
     f = jax.jit(olmo3.logits, static_argnums=(1, 2))
     changed = np.abs(np.asarray(f(params, cfg, FP32, a) - f(params, cfg, FP32, b)))[0].max(-1) > 0
     assert changed[:12].all() and not changed[12]
-
-
-def test_attention_is_exported():
-    assert callable(attention)

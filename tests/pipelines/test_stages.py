@@ -68,7 +68,9 @@ def test_work_that_fails_commits_nothing(run, calls, monkeypatch):
         (run / "corpus" / "half").write_text("x")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(stages.BY_NAME, "tokenize", dataclasses.replace(stages.BY_NAME["tokenize"], work=broken))
+    monkeypatch.setitem(
+        stages.BY_NAME, "tokenize", dataclasses.replace(stages.BY_NAME["tokenize"], work=broken)
+    )
     with pytest.raises(OSError):
         run_stage("tokenize", TINY, run)
     assert not (run / "stages" / "tokenize.json").exists()

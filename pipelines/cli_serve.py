@@ -1,0 +1,311 @@
+"""`repro serve`: a local Prefect server with the deployments, a worker, and the run directory's files; Ctrl-C ends it all.
+
+    repro serve tiny --run-dir runs/tiny           # UI at http://127.0.0.1:4200, the landmarks of runs/tiny watched
+    prefect deployment run train/local -p run_dir=runs/tiny
+
+State lies in `.prefect/` of the directory it is started in. With PREFECT_API_URL set, that server is used and none is started.
+The surprising thing: a kill -9 of server or worker is repaired here (started again), and a kill -9 of this process ends
+them too, because the kernel tells children of their parent's death.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from infra.artifacts import write_json_atomic
+from infra.errors import LaunchError, LeaseError
+from infra.lease import Lease
+from infra.owner import owner_environment
+
+POOL = "repro"
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+LOOK_SECONDS = 1.0
+SWEEP_SECONDS = 20.0
+GRACE_SECONDS = 20.0
+SHOWN = ("report", "logs")  # folders of a run that the file server gives out
+
+
+def register(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand; `add` is the command line's own helper."""
+    one = add("serve", "Prefect server, deployments and worker on this machine, until Ctrl-C", command)
+    one.add_argument("--port", type=int, default=4200, help="port of the UI; the next one shows report files")
+    one.add_argument("--limit", type=int, default=3, help="flow runs at the same time")
+
+
+def environment(home: Path, port: int, files_root: Path) -> dict[str, str]:
+    """Environment of server, worker and flow runs. An existing PREFECT_API_URL is kept."""
+    home = home.resolve()
+    ours = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_LOCAL_STORAGE_PATH": str(home / "results"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+        "PREFECT_LOGGING_LEVEL": "INFO",
+        "PREFECT_LOGGING_TO_API_ENABLED": "true",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "REPRO_FILES_URL": f"http://{HOST}:{port + 1}",
+        "REPRO_FILES_ROOT": str(files_root.resolve()),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+        ),
+        **owner_environment(),
+    }
+    return {
+        **os.environ,
+        **ours,
+        "PREFECT_API_URL": os.environ.get("PREFECT_API_URL") or f"http://{HOST}:{port}/api",
+    }
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the parent is gone, also after its kill -9 (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class Child:
+    """A process in a group of its own that is started again when it dies."""
+
+    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path):
+        self.name, self.argv, self.env, self.log = name, argv, env, log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, env=self.env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        self.starts += 1
+
+    def keep(self) -> bool:
+        """Start it again if it has died; whether it had."""
+        if self.process is not None and self.process.poll() is None:
+            return False
+        self.start()
+        return True
+
+    def stop(self) -> None:
+        """SIGTERM to the process, then SIGKILL to its group."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, nearest first."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents.setdefault(int(stat.read_text().rsplit(")", 1)[1].split()[1]), []).append(
+                int(stat.parent.name)
+            )
+    found, todo = [], [pid]
+    while todo:
+        children = parents.get(todo.pop(0), [])
+        found += children
+        todo += children
+    return found
+
+
+def healthy(api: str) -> bool:
+    """Whether a Prefect API answers at this URL."""
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Report and logs of the runs, read-only, on this machine only."""
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def send_head(self) -> Any:
+        parts = [p for p in self.path.split("?")[0].split("/") if p]
+        if ".." in parts or not any(p in SHOWN for p in parts[:-1]) or any(p.startswith(".") for p in parts):
+            self.send_error(404)
+            return None
+        return super().send_head()
+
+
+def serve_files(root: Path, port: int) -> ThreadingHTTPServer | None:
+    """Start the file server in a thread; None when its port is taken."""
+    try:
+        server = ThreadingHTTPServer((HOST, port), functools.partial(Files, directory=str(root)))
+    except OSError:
+        return None
+    threading.Thread(target=server.serve_forever, name="files", daemon=True).start()
+    return server
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run `repro serve`."""
+    home = Path(".prefect")
+    state = home / "serve.json"
+    try:
+        with Lease(home / "serve.lease", "repro serve"):
+            return _serve(args, home, state)
+    except LeaseError:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            print(f"already running: {json.loads(state.read_text())['ui']}")
+            return 0
+        raise
+
+
+def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
+    run = (
+        Path(args.run_dir or f"runs/{args.recipe}")
+        if not str(args.run_dir).startswith("gs://")
+        else args.run_dir
+    )
+    files_root = run.resolve().parent if isinstance(run, Path) else Path("runs").resolve()
+    files_root.mkdir(parents=True, exist_ok=True)
+    env = environment(home, args.port, files_root)
+    os.environ.update(env)
+    api = env["PREFECT_API_URL"]
+    children: list[Child] = []
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    python = [sys.executable, "-m", "prefect"]
+    files = serve_files(files_root, args.port + 1)
+    try:
+        if not healthy(api):
+            if os.environ.get("PREFECT_API_URL") != f"http://{HOST}:{args.port}/api":
+                raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
+            server = Child(
+                "server",
+                [*python, "server", "start", "--host", HOST, "--port", str(args.port)],
+                env,
+                home / "server.log",
+            )
+            children.append(server)
+            server.start()
+            _wait_healthy(api, server, stop)
+        if stop.is_set():
+            return 0
+        names = _register(args, run)
+        worker = Child(
+            "worker",
+            [*python, "worker", "start", "--pool", POOL, "--type", "process", "--name", "repro"],
+            env,
+            home / "worker.log",
+        )
+        children.append(worker)
+        worker.start()
+        ui = api.removesuffix("/api")
+        write_json_atomic(state, {"ui": ui, "api": api, "pid": os.getpid(), "deployments": names})
+        print(f"Prefect UI: {ui}\n{len(names)} deployments: {', '.join(names)}")
+        print(
+            f"report files: {env['REPRO_FILES_URL']}"
+            if files
+            else f"port {args.port + 1} is taken: no report files"
+        )
+        print(
+            f"for the prefect command: export PREFECT_API_URL={api}\nCtrl-C ends server, worker and running flows",
+            flush=True,
+        )
+        _keep(children, stop)
+        return 0
+    finally:
+        _end(children)
+        if files is not None:
+            files.shutdown()
+        state.unlink(missing_ok=True)
+
+
+def _wait_healthy(api: str, server: Child, stop: threading.Event) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not healthy(api) and not stop.is_set():
+        if server.process is not None and server.process.poll() is not None:
+            tail = server.log.read_text(errors="replace").splitlines()[-8:]
+            raise LaunchError(
+                "the Prefect server ended:\n  " + "\n  ".join(tail),
+                "is the port taken? --port chooses another",
+            )
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the Prefect server does not answer after {START_SECONDS:.0f} s", f"see {server.log}"
+            )
+        stop.wait(0.3)
+
+
+def _register(args: argparse.Namespace, run: Path | str) -> list[str]:
+    """Deployments with this recipe and run as defaults; the schedule is the recipe's."""
+    from pipelines import deployments
+    from pipelines.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    where = str(run.resolve()) if isinstance(run, Path) else run
+    watch = recipe.launch.watch
+    schedule: dict[str, Any] = {"cron": watch.cron} if watch.cron else {"interval": watch.interval_seconds}
+    deployments.work_pool(POOL, args.limit)
+    swept = deployments.sweep(Path(".prefect"))
+    if swept:
+        print(f"marked as crashed, their processes are gone: {', '.join(swept)}")
+    defaults = {"recipe": args.recipe, "run_dir": where, "overrides": list(args.overrides)}
+    return deployments.register(POOL, Path.cwd(), defaults, schedule)
+
+
+def _keep(children: list[Child], stop: threading.Event) -> None:
+    """Until asked to end: start again what has died, and clear flow runs whose process is gone."""
+    from pipelines.deployments import sweep
+
+    swept = time.monotonic()
+    while not stop.wait(LOOK_SECONDS):
+        for child in children:
+            if child.keep():
+                print(f"{child.name} had died and was started again", flush=True)
+        if time.monotonic() - swept > SWEEP_SECONDS:
+            swept = time.monotonic()
+            try:
+                for name in sweep(Path(".prefect")):
+                    print(f"flow run {name} is marked as crashed: its process is gone", flush=True)
+            except Exception as e:
+                print(f"could not look for crashed flow runs: {type(e).__name__}", flush=True)
+
+
+def _end(children: list[Child]) -> None:
+    """Flows first (their training saves), then the worker, then the server."""
+    for child in reversed(children):
+        if child.name == "worker" and child.process is not None:
+            flows = descendants(child.process.pid)
+            for pid in flows:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while any(Path(f"/proc/{p}").exists() for p in flows) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            for pid in flows:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        child.stop()
