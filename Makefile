@@ -14,7 +14,7 @@ FLAGS = --run-dir $(RUN_DIR) $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--de
 STAGES := tokenize order init gate reference train convert parity evaluate report
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce $(STAGES) status test proofs bench plan dolma-fixture dataflow-template lint clean
+.PHONY: help setup reproduce $(STAGES) serve status test proofs bench plan dolma-fixture dataflow-template lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ reproduce: $(VENV)/.ready ## the whole chain: RECIPE, SET, FRESH=1; exit 0 only 
 
 $(STAGES): $(VENV)/.ready ## one stage of a run directory, for instance `make train`
 	@$(REPRO) $@ $(RECIPE) $(FLAGS)
+
+serve: $(VENV)/.ready ## Prefect UI, deployments, worker and the watch over landmarks, until Ctrl-C
+	@$(REPRO) serve $(RECIPE) $(FLAGS)
 
 status: $(VENV)/.ready ## what is done in a run directory
 	@$(REPRO) status $(RECIPE) --run-dir $(RUN_DIR)

@@ -40,6 +40,9 @@ class LaunchConfig(Section):
     context: str = Field("", description="gke: kubeconfig context; empty: the current one")
     capacity: Literal["on_demand", "spot", "flex_start"] = "on_demand"
     queue: str = Field("", description="gke: Kueue LocalQueue; the job waits there until it is admitted")
+    tokenize_runner: Literal["direct", "dask", "flink", "dataflow"] = "direct"
+    tokenize_processes: int = Field(1, ge=1, description="worker processes of the tokenize job")
+    tokenize_options: tuple[str, ...] = Field((), description="further Beam flags of the tokenize job")
     max_relaunches: int = Field(3, ge=0, description="relaunches in a row that gain no step before giving up")
     backoff_seconds: float = Field(
         30.0, ge=0, description="wait before the first relaunch; doubles, at most 30 minutes"

@@ -20,7 +20,6 @@ from infra.artifacts import read_json, write_json_atomic
 from infra.errors import IdentityError
 from infra.storage import Bucket, Conflict, Entry, GcsLease, StorageError, crc32c_file, crc32c_of, open_url
 
-STATE = ".mirror.json"
 GROWING = (".jsonl", ".log")  # appended to while we send: cut at the last whole line
 LAST_WINS = ("report/", "landmarks/", "logs/", "evals/timings.json")
 LEASES = ".leases/"
@@ -68,6 +67,8 @@ class Mirror:
             if exclusive
             else None
         )
+        # Beside the copy, so that deleting the copy (FRESH=1) deletes what it had sent.
+        self._state_path = self.local.with_name(f"{self.local.name}.mirror.json")
         self._stack = contextlib.ExitStack()
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -106,7 +107,7 @@ class Mirror:
     # -- state: {relative: [size, mtime_ns, crc32c, generation]} of what the bucket and this copy agree on
 
     def _state(self) -> dict[str, list[Any]]:
-        path = self.local / STATE
+        path = self._state_path
         if not path.exists():
             return {}
         state = read_json(path)
@@ -118,7 +119,7 @@ class Mirror:
         return state["files"]
 
     def _write_state(self, files: dict[str, list[Any]]) -> None:
-        write_json_atomic(self.local / STATE, {"url": self.url, "files": files})
+        write_json_atomic(self._state_path, {"url": self.url, "files": files})
 
     def _changed(self, relative: str, known: list[Any] | None) -> bool:
         """Whether the local file differs from what was last agreed on."""
@@ -159,7 +160,7 @@ class Mirror:
                         if self._changed(relative, known) and not relative.startswith(LAST_WINS):
                             raise IdentityError(
                                 f"{path} and {self.bucket.url(entry.name)} were both changed since they last agreed",
-                                f"delete {self.local} to take the bucket's state",
+                                f"delete {self.local} and {self._state_path.name} to take the bucket's state",
                             )
                     wanted.append((entry, path))
                 self.bucket.download(wanted)
@@ -272,9 +273,9 @@ class Mirror:
             self._write_state(state)
 
 
-def working_copy(url: str, root: Path = Path("runs")) -> Path:
+def working_copy(url: str | Path, root: Path = Path("runs")) -> Path:
     """Where the local copy of a gs:// run directory lies: runs/.gs/bucket/path."""
-    return root / ".gs" / url.removeprefix("gs://").strip("/")
+    return root / ".gs" / str(url).removeprefix("gs://").strip("/")
 
 
 def newest_step(url: str, bucket: Bucket | None = None) -> int:

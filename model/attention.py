@@ -86,8 +86,10 @@ def _scores_part(
     if q_docs is not None and k_docs is not None:
         visible = visible & (q_docs[:, :, None] == k_docs[:, None, :])
     scores = jnp.where(visible[:, None, None], scores, MASKED)
-    p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bngqk,bknd->bqngd", p, v)
+    e = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = jnp.moveaxis(jnp.sum(e, axis=-1), 3, 1)[..., None]
+    out = jnp.einsum("bngqk,bknd->bqngd", e.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (out / total).astype(v.dtype)
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, docs: jax.Array | None) -> jax.Array:

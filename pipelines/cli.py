@@ -21,7 +21,7 @@ from pathlib import Path
 from infra.errors import RecipeError, ReproError
 from infra.lease import Lease
 from infra.progress import clock
-from pipelines import cli_launch, cli_serve, tools
+from pipelines import cli_launch, cli_serve, remote, tools
 from pipelines.recipe import Recipe, field_lines, load_recipe, recipe_names
 from pipelines.stages import (
     BY_NAME,
@@ -80,6 +80,8 @@ def parser() -> argparse.ArgumentParser:
             options(one)
         else:
             one = add(name, f"one stage: {stage.does}", one_stage)
+        if name == "tokenize":
+            tools.add_runner(one)
         one.add_argument(
             "--redo", action="store_true", help="forget this stage and all after it, then make it"
         )
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     quiet(args)
     try:
-        return args.handler(args)
+        return remote.dispatch(args)
     except KeyboardInterrupt:
         print("repro: interrupted; the same command continues from what is committed", file=sys.stderr)
         return 130
@@ -166,6 +168,8 @@ def one_stage(args: argparse.Namespace) -> int:
     recipe: Recipe = (
         read_recipe(run) if stands and not args.overrides else load_recipe(args.recipe, args.overrides)
     )
+    if getattr(args, "runner", None):
+        recipe = tools.with_runner(recipe, args)
     open_run(recipe, run)
     with Lease(run / ".lease", f"repro {args.command}"):
         if args.redo:

@@ -60,6 +60,8 @@ def environment(home: Path, port: int, files_root: Path) -> dict[str, str]:
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
         "PREFECT_LOGGING_LEVEL": "INFO",
         "PREFECT_LOGGING_TO_API_ENABLED": "true",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "REPRO_FILES_URL": f"http://{HOST}:{port + 1}",
         "REPRO_FILES_ROOT": str(files_root.resolve()),

@@ -5,7 +5,10 @@ The surprising thing: an error a person can act on fails the flow run with its t
 retried by Prefect; trying again is the person's or the schedule's decision, and what was committed is reused.
 """
 
+import contextlib
+import io
 import os
+import threading
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -51,7 +54,7 @@ def _open(
     return made, run
 
 
-@flow(name="reproduce", log_prints=True)
+@flow(name="reproduce", persist_result=False)
 def reproduce(
     recipe: RecipeName = DEFAULT,  # type: ignore[valid-type]
     run_dir: str = "",
@@ -95,7 +98,7 @@ def _stage_flow(name: str) -> Any:
 
     stage.__name__ = stage.__qualname__ = name
     stage.__doc__ = f"One stage: {BY_NAME[name].does}. `redo` makes it and all after it again."
-    return flow(name=name, log_prints=True)(stage)
+    return flow(name=name, persist_result=False)(stage)
 
 
 tokenize, order, init, gate, reference, train, convert, parity, evaluate, report = map(
@@ -103,7 +106,7 @@ tokenize, order, init, gate, reference, train, convert, parity, evaluate, report
 )
 
 
-@flow(name=SCHEDULED, log_prints=True)
+@flow(name=SCHEDULED, persist_result=False)
 def watch(run_dir: str = "runs/tiny") -> dict[str, str]:
     """Find landmarks that are committed and not evaluated, evaluate each once, refresh the report."""
     from prefect import task
@@ -112,15 +115,23 @@ def watch(run_dir: str = "runs/tiny") -> dict[str, str]:
     watch_owner()
     log = get_run_logger()
 
-    def one(target: landmarks.Watched, recipe: Recipe, step: int) -> str:
-        @task(name=f"landmark-{step}", cache_policy=NO_CACHE, persist_result=False)
-        def evaluate_landmark() -> str:
-            return landmarks.evaluate_landmark(target, recipe, step, say=log.info)
+    def many(target: landmarks.Watched, recipe: Recipe, steps: list[int]) -> list[str]:
+        slots = threading.Semaphore(recipe.launch.watch.concurrency)
 
-        return evaluate_landmark.submit().result()
+        def evaluate_landmark(step: int) -> str:
+            with slots:
+                return landmarks.evaluate_landmark(target, recipe, step, say=log.info)
+
+        waiting = [
+            task(name=f"landmark-{s}", cache_policy=NO_CACHE, persist_result=False)(evaluate_landmark).submit(
+                s
+            )
+            for s in steps
+        ]
+        return [w.result() for w in waiting]
 
     with landmarks.watched(run_dir) as target:
-        found = landmarks.tick(target, say=log.info, one=one)
+        found = landmarks.tick(target, say=log.info, many=many)
         if found:
             artifacts.publish(target.run, read_recipe(target.run))
     for m in found:
@@ -140,11 +151,12 @@ def register(pool: str, root: Path, defaults: dict[str, Any], schedule: dict[str
         entry = f"{here.relative_to(source).as_posix()}:{attribute}"
         loaded: Any = flow.from_source(source=str(source), entrypoint=entry)
         scheduled = attribute == "watch"
-        loaded.deploy(
-            name="local", work_pool_name=pool, build=False, push=False, print_next_steps=False, ignore_warnings=True,
-            parameters={"run_dir": defaults["run_dir"]} if scheduled else defaults,
-            job_variables={"working_dir": str(root)}, **(schedule if scheduled else {}),
-        )  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()):  # it draws a table for every one
+            loaded.deploy(
+                name="local", work_pool_name=pool, build=False, push=False, print_next_steps=False, ignore_warnings=True,
+                parameters={"run_dir": defaults["run_dir"]} if scheduled else defaults,
+                job_variables={"working_dir": str(root)}, **(schedule if scheduled else {}),
+            )  # fmt: skip
         made.append(f"{loaded.name}/local")
     return made
 

@@ -30,6 +30,8 @@ def prefect_environment(home: Path) -> None:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
@@ -62,7 +64,7 @@ def run_chain(recipe: Recipe, run: Path) -> list[Outcome]:
         nonlocal follower
         if name == "train" and recipe.launch.watch.while_training and not _made(run, "train"):
             follower = LocalJob(
-                "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10"], name="landmarks",
+                "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10"], name="landmarks", quiet=True,
                 log_dir=run / "logs", state_dir=run / ".xmanager",
                 env={"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "OMP_NUM_THREADS": str(recipe.launch.threads)},
             )  # fmt: skip
@@ -106,7 +108,7 @@ def build_flow() -> Any:
     """The `reproduce` flow over a run directory that is already open and leased."""
     from prefect import flow
 
-    @flow(name="reproduce", validate_parameters=False)
+    @flow(name="reproduce", validate_parameters=False, persist_result=False)
     def reproduce(run_dir: str) -> list[Outcome]:
         """Run every stage of `run_dir`, reusing what stands."""
         run = Path(run_dir)

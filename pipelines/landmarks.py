@@ -210,19 +210,24 @@ def refresh_report(target: Watched, say: Callable[[str], None] = print) -> Path 
 
 def tick(
     target: Watched, *, say: Callable[[str], None] = print,
-    one: Callable[[Watched, Recipe, int], str] | None = None,
+    many: Callable[[Watched, Recipe, list[int]], list[str]] | None = None,
 ) -> list[Landmark]:  # fmt: skip
-    """One look: evaluate what is ready, `concurrency` at a time, then the report if anything is new."""
+    """One look: evaluate what is ready, `concurrency` at a time, then the report if anything is new.
+
+    `many(target, recipe, steps)` evaluates several landmarks and returns how each went.
+    """
     target.refresh()
     if not (target.run / "recipe.json").exists():
         say(f"{target.run} is not a run yet")
         return []
     recipe = read_recipe(target.run)
     ready = [m.step for m in survey(target.run, recipe) if m.state == "ready"]
-    make = one or (lambda t, r, s: evaluate_landmark(t, r, s, say=say))
     if ready:
-        with ThreadPoolExecutor(recipe.launch.watch.concurrency) as pool:
-            states = list(pool.map(lambda s: make(target, recipe, s), ready))
+        if many is not None:
+            states = many(target, recipe, ready)
+        else:
+            with ThreadPoolExecutor(recipe.launch.watch.concurrency) as pool:
+                states = list(pool.map(lambda s: evaluate_landmark(target, recipe, s, say=say), ready))
         if {"evaluated", "failed"} & set(states):
             refresh_report(target, say)
     return survey(target.run, recipe)

@@ -6,8 +6,12 @@ held-out tokens of a run directory (found above A, or named with --run-dir), nev
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pipelines.recipe import Recipe
 
 EXIT_OF_VERDICT = {"FAITHFUL": 0, "NOT FAITHFUL": 1, "INCONCLUSIVE": 3}
 
@@ -33,6 +37,29 @@ def add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--no-parity", action="store_true", help="skip the parity gate; leaves a mark in the lineage"
     )
+
+
+def add_runner(sub: argparse.ArgumentParser) -> None:
+    """Options of `repro tokenize`: where the Beam job runs. Its output does not depend on them."""
+    sub.add_argument("--runner", choices=("direct", "dask", "flink", "dataflow"), default=None)
+    sub.add_argument("--processes", type=int, default=1, help="worker processes (direct, dask)")
+    sub.add_argument(
+        "--beam",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="one more Beam flag, e.g. --beam=--region=…",
+    )
+
+
+def with_runner(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
+    """The recipe with the tokenize job's runner as given on the command line."""
+    given = {
+        "tokenize_runner": args.runner,
+        "tokenize_processes": args.processes,
+        "tokenize_options": tuple(args.beam),
+    }
+    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update=given)})
 
 
 def run_above(path: Path, named: str) -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipelines.recipe import Recipe
 
 PREEMPTED = 75
+SIDES = ("train", "heldout")
 
 
 def tokenize(recipe: "Recipe", run: Path) -> None:
@@ -25,9 +26,11 @@ def tokenize(recipe: "Recipe", run: Path) -> None:
     from data.corpus import build_corpus, corpus_sources
     from data.tokenize_job import tokenize as run_job
 
-    _only_local(recipe)
+    if recipe.corpus.kind == "tokens":
+        lock_published(recipe, run)
+        return
     described = build_corpus(recipe.corpus, run / "corpus")
-    for side in ("train", "heldout"):
+    for side in SIDES:
         run_job(
             corpus_sources(run / "corpus", described, side),
             run / "tokens" / side,
@@ -35,7 +38,24 @@ def tokenize(recipe: "Recipe", run: Path) -> None:
             sequence_length=recipe.data.sequence_length,
             filter=recipe.data.filter if side == "train" else None,
             max_document_mb=recipe.corpus.max_document_mb,
+            runner=recipe.launch.tokenize_runner,
+            processes=recipe.launch.tokenize_processes,
+            options=recipe.launch.tokenize_options,
         )
+
+
+def lock_published(recipe: "Recipe", run: Path) -> None:
+    """tokens/{train,heldout}/manifest.json of published token files: every entry resolved, sampled digests taken."""
+    from data.mixes import lock_mix
+
+    write_json_atomic(run / "corpus" / "corpus.json", {"kind": "tokens", "manifest": recipe.corpus.manifest})
+    manifests = {"train": recipe.corpus.manifest, "heldout": recipe.corpus.heldout_manifest}
+    for side in SIDES:
+        if not manifests[side]:
+            raise RecipeError(
+                "corpus.heldout_manifest is empty", "name the mix of held-out tokens, or of your own"
+            )
+        lock_mix(recipe.corpus, recipe.tokenizer, run / "tokens" / side, manifest=manifests[side])
 
 
 def order(recipe: "Recipe", run: Path) -> None:
@@ -43,7 +63,8 @@ def order(recipe: "Recipe", run: Path) -> None:
     from data.order import open_order, write_order
     from data.receipt import expected
 
-    index = train_index(recipe, run, verify="full")
+    # Published token files are too many to read whole before a run; their sampled digests are checked.
+    index = train_index(recipe, run, verify="sampled" if recipe.corpus.kind == "tokens" else "full")
     index.require(recipe.data.global_batch_instances, recipe.train.steps)
     write_order(
         run / "order",
@@ -62,7 +83,7 @@ def init(recipe: "Recipe", run: Path) -> None:
     """init/hf/: step-0 weights drawn by the reference implementation."""
     from evals.reference.init_weights import write_init
 
-    _only_local(recipe)
+    _local_reference(recipe)
     write_init(recipe.reference.model, run / "init" / "hf", context_length=recipe.data.sequence_length)
 
 
@@ -86,7 +107,7 @@ def reference(recipe: "Recipe", run: Path) -> None:
     from evals.reference.runner import run_reference
     from evals.reference.spec import ReferenceSpec
 
-    _only_local(recipe)
+    _local_reference(recipe)
     index = train_index(recipe, run, verify="full")
     spec = ReferenceSpec.from_sections(
         reference=recipe.reference,
@@ -210,9 +231,10 @@ def train_index(recipe: "Recipe", run: Path, verify: str = "sampled") -> "Instan
     )
 
 
-def _only_local(recipe: "Recipe") -> None:
-    if recipe.reference.kind != "olmo_core_local" or recipe.corpus.kind == "tokens":
+def _local_reference(recipe: "Recipe") -> None:
+    if recipe.reference.kind != "olmo_core_local":
         raise RecipeError(
-            f"recipe {recipe.name} reads published tokens and checkpoints; this stage cannot run here",
-            "run `repro plan` and `repro launch` for it, or bring your own corpus to a local recipe",
+            f"the reference of recipe {recipe.name} is published ({recipe.reference.published or 'not named'}), "
+            "and this stage trains one here",
+            "set reference.kind=olmo_core_local, or convert the published checkpoints with `repro convert`",
         )

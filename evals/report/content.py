@@ -2,64 +2,34 @@
 
 from typing import Any
 
-from evals.report import plots
+from evals.report import evidence, plots
 from evals.report.blocks import Bullets, Figure, Folded, Report, Section, Table, Text
 from evals.report.gather import paired_steps
+from evals.report.words import interval, number, signed
 from evals.verdict import SURFACE_NAMES, Verdict
-from infra.progress import clock
 
 Facts = dict[str, Any]
 UNITS = {"heldout_loss": "nat", "downstream": "", "domain_loss": "nat", "token_kl": "nat"}
 NOTHING = "not available"
-NOT_PROVEN = (
-    "Training loss is shown and is never evidence on its own; the verdict rests on held-out surfaces and on equality "
-    "of what both sides saw.",
-    "Equivalence holds for these documents, items and landmarks, within the bounds named above. A difference smaller than "
-    "a bound is not excluded, and nothing is said about steps between landmarks.",
-    "Landmarks of one run are not independent of each other, and one pair of runs says nothing about other seeds.",
-)
-TINY_NOT_PROVEN = (
-    "The local reference is OLMo-core in fp32 on a CPU at this size. bf16, FSDP, flash attention and fp8 of the published "
-    "runs are not exercised here.",
-    "Downstream accuracy of a model this young is close to guessing: equal answers show equal weights, not skill.",
-)
-
-
-def number(x: Any, digits: int = 4) -> str:
-    """A figure in fixed digits, or in scientific form where those would hide it."""
-    if x is None:
-        return ""
-    if x == 0:
-        return "0"
-    return f"{x:.{digits}f}" if abs(x) >= 10.0 ** (1 - digits) else f"{x:.1e}"
-
-
-def signed(x: float) -> str:
-    """A difference with its sign."""
-    return "0" if x == 0 else f"{x:+.4f}" if abs(x) >= 1e-3 else f"{x:+.1e}"
-
-
-def interval(c: dict[str, Any]) -> str:
-    """`[low, high]` of a comparison."""
-    return f"[{signed(c['low'])}, {signed(c['high'])}]"
-
-
 def report(facts: Facts, verdict: Verdict) -> Report:
     """The whole report."""
     r = facts["recipe"]
     sections = [
         surfaces(facts, verdict),
+        evidence.gaps(facts),
         training(facts),
+        evidence.outside_curve(facts),
         domains(facts),
         kl(facts),
         downstream(facts),
-        gaps(facts),
-        receipts(facts),
-        alarms(facts),
-        history(facts),
-        data(facts),
-        lineage(facts),
-        not_proven(facts),
+        inloop(facts),
+        evidence.receipts(facts),
+        evidence.alarms(facts),
+        evidence.history(facts),
+        evidence.data(facts),
+        evidence.plan(facts),
+        evidence.lineage(facts, verdict),
+        evidence.not_proven(facts),
     ]
     title = f"reproduction of OLMo 3, recipe {r['name']}: {r['description']}"
     return Report(title, verdict.overall, verdict.reasons, [s for s in sections if s.blocks])
@@ -337,174 +307,3 @@ def downstream(facts: Facts) -> Section:
     ])  # fmt: skip
 
 
-def gaps(facts: Facts) -> Section:
-    """The 2x2: implementation gap against training gap."""
-    rows = []
-    for g in facts["gates"]:
-        f = g["facts"] or {}
-        rows.append(
-            [
-                g["name"],
-                g["state"],
-                number(f.get("max")),
-                number(f.get("mean")),
-                number(f.get("kl_max")),
-                number(f.get("kl_mean")),
-            ]
-        )
-    blocks: list[Any] = [
-        Text("Implementation gap: the same weights in PyTorch and in JAX, which must be rounding. Training gap: two sets of weights in the same "
-             "implementation, which is what the surfaces judge. A difference is never blamed on the wrong one."),
-        Table("Logit parity, same weights in two implementations.", ["what", "state", "largest |difference|", "mean |difference|", "largest KL (nat)", "mean KL (nat)"],
-              rows, numeric=(2, 3, 4, 5)),
-    ]  # fmt: skip
-    square = [two_by_two(s, r["two_by_two"]) for s, r in facts["results"].items() if "two_by_two" in r]
-    if square:
-        blocks.append(Table("Held-out loss of the same documents in the 2x2 (nat per prediction).",
-                            ["step", "reference, PyTorch", "reference, JAX", "reproduced, PyTorch", "reproduced, JAX",
-                             "implementation gap", "training gap"], square, numeric=range(7)))  # fmt: skip
-    return Section("gaps", "Implementation gap and training gap", blocks)
-
-
-def two_by_two(step: str, r: dict[str, Any]) -> list[str]:
-    """One line of the 2x2 table."""
-    x = r["loss"]
-    return [
-        step,
-        *(number(x[k], 6) for k in ("R.T", "R.J", "P.T", "P.J")),
-        signed(r["implementation_gap"]),
-        signed(r["training_gap"]),
-    ]
-
-
-def receipts(facts: Facts) -> Section:
-    """Digests of the data both sides consumed."""
-    rows = [
-        [step, r["state"], *(f"`{(r[k] or 'none')[:16]}`" for k in ("reference", "reproduced", "expected"))]
-        for step, r in facts["receipts"].items()
-    ]
-    return Section("receipts", "Data receipts", [
-        Text("A rolling digest over instance ids and token bytes, kept while training on each side. Equal digests prove that both sides saw "
-             "exactly the same batches up to that step."),
-        Table("First 16 digits.", ["step", "state", "reference", "reproduced", "recomputed from order"], rows, numeric=(0,)),
-    ])  # fmt: skip
-
-
-def alarms(facts: Facts) -> Section:
-    rows = [[a["name"], a["state"], a["detail"]] for a in facts["alarms"]]
-    return Section(
-        "alarms",
-        "Alarms",
-        [
-            Table(
-                "Each forbids FAITHFUL when it fires or cannot be checked.",
-                ["alarm", "state", "detail"],
-                rows,
-            )
-        ],
-    )
-
-
-def history(facts: Facts) -> Section:
-    """History switches in force and declared differences."""
-    r = facts["recipe"]
-    parts = [
-        f"part {i + 1}: {p['kind'].replace('_', ' ')}, peak {p['peak']:g}, warmup {p['warmup']}, horizon {p['horizon']}"
-        + (f", until step {p['until']}" if p["until"] else "")
-        for i, p in enumerate(r["schedule"]["parts"])
-    ]
-    h, skip = r["history"], r["optimizer"]["skip_step"]
-    cold = ", ".join(map(str, h["cold_window_at"])) or "none"
-    rows = [
-        ["learning rate", "; ".join(parts)],
-        [
-            "Adam counter at the start",
-            f"{h['adam_count_at_start']} (1: the reference wrote a step-0 checkpoint, which advances it once)",
-        ],
-        ["skip window lost at a restart", f"after steps {cold}"],
-        [
-            "skip-step",
-            f"window {skip['window']}, {skip['sigma']:g} sigma, NaN policy {skip['nan_policy']}"
-            if skip["enabled"]
-            else "off",
-        ],
-        ["repetition filter", "on" if r["data"]["filter"]["enabled"] else "off (as in the 7B run)"],
-        [
-            "classes",
-            f"{r['model']['padded_vocab_size']} trained, {r['model']['vocab_size']} in a published export",
-        ],
-        [
-            "loss",
-            f"mean over {r['loss']['reference_ranks']} rank(s), z-loss {r['loss']['z_loss_multiplier']:g}",
-        ],
-        ["numerics", r["numerics"]["mode"]],
-        ["sliding window", f"{r['model']['window']} tokens, the current one included"],
-    ]
-    declared = facts["declared_differences"]
-    return Section("history", "History in force and declared differences", [
-        Table("The reference's own history as this recipe models it.", ["switch", "in force"], rows),
-        Bullets([f"our side differs from the reference on purpose: `{d}`" for d in declared]) if declared
-        else Text("Our side is configured exactly as the reference: no declared difference."),
-    ])  # fmt: skip
-
-
-def data(facts: Facts) -> Section:
-    """Documents and tokens, and what was set aside."""
-    blocks: list[Any] = []
-    rows = []
-    for split, m in facts["tokens"].items():
-        for name, d in m["domains"].items():
-            rows.append(
-                [split, name, str(d["documents"]), str(d["tokens"]), str(d["eos"]), str(d.get("masked", 0))]
-            )
-    if rows:
-        blocks.append(
-            Table(
-                "Tokens by domain.",
-                ["split", "domain", "documents", "tokens", "EOS", "masked instances"],
-                rows,
-                numeric=range(2, 6),
-            )
-        )
-    if facts["corpus"]:
-        names = facts["corpus"]["rejected"]
-        told = ", ".join(f"{n} {reason}" for reason, n in names.items())
-        blocks.append(
-            Text(
-                f"Documents set aside: {told}."
-                if told
-                else "No document was set aside: all are UTF-8 and not empty."
-            )
-        )
-        named = [
-            f"{x.get('reason', '')}: `{x.get('source', '')}` {x.get('loc', '')}".strip()
-            for d in facts["corpus"]["domains"].values() for x in d.get("rejected_names", [])
-        ]  # fmt: skip
-        if named:
-            blocks.append(Folded(f"The {len(named)} documents that were named", [Bullets(named[:100])]))
-    return Section("data", "Documents and tokens", blocks)
-
-
-def lineage(facts: Facts) -> Section:
-    """Stages with their keys and inputs, times, and versions."""
-    rows = [
-        [s["stage"], clock(s["seconds"]) if s["seconds"] is not None else "", str(s["files"]), f"`{s['key'][:12]}`",
-         ", ".join(f"{n} `{d[:8]}`" for n, d in s["inputs"].items()) or "documents", f"`{s['digest'][:12]}`"]
-        for s in facts["stages"]
-    ]  # fmt: skip
-    total = sum(s["seconds"] or 0 for s in facts["stages"])
-    blocks: list[Any] = [
-        Table(f"From documents to verdict, {clock(total)} in all. The key names what made a stage, the digest what it made.",
-              ["stage", "time", "files", "key", "made from", "digest"], rows, numeric=(1, 2)),
-        Folded("Library versions", [Table("As installed when this report was written.", ["library", "version"], sorted(facts["versions"].items()))]),
-    ]  # fmt: skip
-    if facts["missing"]:
-        blocks.append(Folded(f"{len(facts['missing'])} parts that are missing", [Bullets(facts["missing"])]))
-    return Section("lineage", "Lineage, times and versions", blocks)
-
-
-def not_proven(facts: Facts) -> Section:
-    items = list(NOT_PROVEN)
-    if facts["recipe"]["reference"]["kind"] == "olmo_core_local":
-        items += TINY_NOT_PROVEN
-    return Section("not-proven", "What is not proven", [Bullets(items)])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evals.report.content import interval, number, signed
+from evals.report.words import interval, number, signed
 from evals.verdict import SURFACE_NAMES
 
 COLUMNS = ("surface", "step", "reference", "reproduced", "difference", "interval", "bound", "verdict")

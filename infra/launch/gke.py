@@ -397,12 +397,31 @@ async def _launch(unit: Any, group: xm.JobGroup) -> Sequence[handles.ExecutionHa
     return made
 
 
+def standing(job: Job, api: JobSets, poll_seconds: float = POLL_SECONDS) -> GkeJob | None:
+    """The job of this name if it is still at work; one that has ended is deleted to make room."""
+    if api.get(job.name) is None:
+        return None
+    handle = GkeJob(api, job.name, poll_seconds)
+    if not handle.status().ended:
+        return handle
+    api.delete(job.name)
+    deadline = time.monotonic() + 2 * GRACE_SECONDS
+    while api.get(job.name) is not None:
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the ended JobSet {job.name} does not go away", f"`kubectl delete jobset {job.name}`")
+        time.sleep(poll_seconds)
+    return None
+
+
 def launch_gke(job: Job, api: JobSets, state_dir: Path, poll_seconds: float = POLL_SECONDS) -> GkeJob:
-    """Submit through an XManager experiment; returns at once."""
+    """Submit through an XManager experiment; returns at once. A JobSet of this name that still runs is taken over."""
     from xmanager import xm_local
 
     from infra.launch.local import parse_flags, starting
 
+    running = standing(job, api, poll_seconds)
+    if running is not None:
+        return running
     parse_flags(state_dir)
     executor = GkeTpu(job, api, poll_seconds)
 

@@ -26,6 +26,7 @@ from infra.owner import owner_environment
 
 GRACE_SECONDS = 10.0
 _live: set["LocalJob"] = set()
+_quiet_names: set[str] = set()
 
 
 def parse_flags(state_dir: Path) -> None:
@@ -39,6 +40,12 @@ def parse_flags(state_dir: Path) -> None:
     )
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["repro", f"--xm_db_yaml_config_path={config.resolve()}"], known_only=True)
+
+
+def _print_line(name: str, line: str) -> None:
+    """What XManager calls for every line of a job."""
+    if name not in _quiet_names:
+        print(f"[{name}] {line.rstrip()}", flush=True)
 
 
 def starting(state_dir: Path) -> Lease:
@@ -93,7 +100,7 @@ class LocalJob:
     """A module in a process group of its own, watched by a thread of ours. Started on construction.
 
     Output goes to this process's stdout and to `log_dir/<name>-<attempt>.log` (XManager truncates a log of the
-    same name).
+    same name). `quiet`: only to the log.
     """
 
     def __init__(
@@ -105,12 +112,13 @@ class LocalJob:
         log_dir: Path,
         state_dir: Path,
         env: Mapping[str, str] | None = None,
+        quiet: bool = False,
     ):
         parse_flags(state_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
         attempt = 1 + len(list(log_dir.glob(f"{name}-*.log")))
         self.name, self.log = name, log_dir / f"{name}-{attempt}.log"
-        self._state_dir = state_dir
+        self._state_dir, self._quiet = state_dir, quiet
         self._argv = ["-m", module, *args]
         self._env = {"PYTHONUNBUFFERED": "1", **owner_environment(), **(env or {})}
         self._pid = 0
@@ -138,6 +146,9 @@ class LocalJob:
         from xmanager.xm_local import handles
 
         handles.BinaryHandle.log_dir = str(self.log.parent)
+        handles._print_chunk = _print_line
+        if self._quiet:
+            _quiet_names.add(self.log.stem)
         work_unit: Any = None
         failed: Exception | None = None
         start = contextlib.ExitStack()

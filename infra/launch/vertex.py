@@ -134,6 +134,13 @@ class VertexApi:
     def get(self, name: str) -> Any:
         return self.client.get_custom_job(name=name)
 
+    def running(self, job: Job) -> str | None:
+        """Resource name of a job of this name that has not ended."""
+        parent = f"projects/{self.project}/locations/{self.region}"
+        found = self.client.list_custom_jobs(request={"parent": parent, "filter": f'display_name="{job.name}"'})
+        live = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING")
+        return next((j.name for j in found if j.display_name == job.name and j.state.name.removeprefix("JOB_STATE_") in live), None)
+
     def cancel(self, name: str) -> None:
         self.client.cancel_custom_job(name=name)
 
@@ -261,13 +268,16 @@ async def _launch(unit: Any, group: xm.JobGroup) -> Sequence[handles.ExecutionHa
 
 
 def launch_vertex(job: Job, api: VertexApi, state_dir: Path, poll_seconds: float = POLL_SECONDS) -> VertexJob:
-    """Submit through an XManager experiment; returns at once."""
+    """Submit through an XManager experiment; returns at once. A job of this name that still runs is taken over."""
     from xmanager import xm_local
 
     from infra.launch.local import parse_flags, starting
 
-    parse_flags(state_dir)
     machine_type(job)
+    running = api.running(job)
+    if running is not None:
+        return VertexJob(api, running, job, poll_seconds)
+    parse_flags(state_dir)
     executor = VertexTpu(job, api, poll_seconds)
 
     async def submit() -> None:

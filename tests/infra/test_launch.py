@@ -205,7 +205,7 @@ class VertexService:
     """Answers like the service: states in order, and the error text that carries the exit status."""
 
     def __init__(self, states, message=""):
-        self.states, self.message, self.cancelled, self.made = list(states), message, [], None
+        self.states, self.message, self.cancelled, self.made, self.running = list(states), message, [], None, False
 
     def create_custom_job(self, parent, custom_job):
         self.made = (parent, custom_job)
@@ -217,8 +217,11 @@ class VertexService:
 
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return aip.CustomJob(
-            name=name, state=aip.JobState[f"JOB_STATE_{state}"], error=status_pb2.Status(message=self.message)
+            name=name, display_name="repro-a", state=aip.JobState[f"JOB_STATE_{state}"], error=status_pb2.Status(message=self.message)
         )
+
+    def list_custom_jobs(self, request):
+        return [self.get_custom_job("projects/p/locations/r/customJobs/1")] if self.running else []
 
     def cancel_custom_job(self, name):
         self.cancelled.append(name)
@@ -232,6 +235,10 @@ def test_vertex_exit_75_is_preempted(tmp_path):
             job("v6e:2x2"), vertex.VertexApi("p", "r", service), tmp_path, poll_seconds=0.01
         )
         assert handle.wait(10) == status and handle.exit_code == code
+    busy = VertexService(["RUNNING"])
+    busy.running = True
+    assert vertex.launch_vertex(job("v6e:2x2"), vertex.VertexApi("p", "r", busy), tmp_path).status() == Status.RUNNING
+    assert busy.made is None, "one that runs is taken over"
     handle.cancel()
     assert service.cancelled == ["projects/p/locations/r/customJobs/1"]
 
@@ -240,7 +247,7 @@ class Cluster:
     """The few paths of an API server that a JobSet needs, over HTTP; pods end as the test says."""
 
     def __init__(self):
-        self.jobsets, self.pods, self.log, self.seen = {}, [], "", []
+        self.jobsets, self.pods, self.log, self.seen, self.made = {}, [], "", [], 0
         cluster = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -262,6 +269,7 @@ class Cluster:
                 name = made["metadata"]["name"]
                 if name in cluster.jobsets:
                     return self.say(409, {"message": "already exists"})
+                cluster.made += 1
                 cluster.jobsets[name] = {**made, "status": {}}
                 return self.say(201, made)
 
@@ -318,8 +326,13 @@ def test_gke_job_from_launch_to_its_last_lines(cluster, tmp_path):
     cluster.finish("repro-a", "Failed")
     assert handle.wait(5) == Status.FAILED and handle.exit_code == 3
     assert handle.logs(2) == ["two", "boom"] and "pod-1/log" in cluster.seen[-1]
+    again = gke.launch_gke(job("v6e:2x4"), cluster.api, tmp_path, poll_seconds=0.05)
+    assert cluster.jobsets["repro-a"]["status"] == {}, "the ended one has made room"
+    cluster.pods = [cluster.pod(0, "Running")]
+    adopted = gke.launch_gke(job("v6e:2x4"), cluster.api, tmp_path, poll_seconds=0.05)
+    assert again.status() == adopted.status() == Status.RUNNING and cluster.made == 2, "one that runs is taken over"
     with pytest.raises(LaunchError, match=r"repro-a was refused \(409(.|\n)*kubectl delete jobset"):
-        gke.launch_gke(job("v6e:2x4"), cluster.api, tmp_path)
+        cluster.api.create(gke.render(job("v6e:2x4")))
     handle.cancel()
     assert handle.status() == Status.CANCELLED
 

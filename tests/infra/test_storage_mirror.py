@@ -111,6 +111,20 @@ def test_a_retired_checkpoint_leaves_the_bucket_marker_first(gcs, tmp_path):
     assert not [n for n in gcs.names() if "step1/" in n] and newest_step("gs://b/run", m.bucket) == 2
 
 
+def test_a_copy_that_is_deleted_deletes_what_it_had_sent(gcs, tmp_path):
+    """FRESH=1 on a bucket: nothing of the old run is left beside the new one."""
+    import shutil
+
+    gcs.put("b", "run/notes.txt", b"somebody's", None)
+    with mirror(tmp_path / "a", brings=lambda r: r != "notes.txt") as m:
+        checkpoint(m.local, 1)
+        m.push()
+        shutil.rmtree(m.local)
+        checkpoint(m.local, 2)
+    assert [n for n in gcs.names() if "step1/" in n] == [] and newest_step("gs://b/run", m.bucket) == 2
+    assert "run/notes.txt" in gcs.names()
+
+
 def test_what_this_copy_never_had_is_neither_deleted_nor_overwritten(gcs, tmp_path):
     gcs.put("b", "run/notes.txt", b"somebody's", None)
     with mirror(tmp_path / "a", brings=lambda r: r != "notes.txt") as m:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from infra.errors import IdentityError, RecipeError
@@ -132,5 +133,34 @@ def test_fresh_starts_over(run, calls):
 def test_published_recipes_do_not_pretend_to_run_here(tmp_path):
     recipe = load_recipe("olmo3_7b_stage1")
     open_run(recipe, tmp_path / "run")
-    with pytest.raises(RecipeError, match="published tokens"):
-        run_stage("tokenize", recipe, tmp_path / "run")
+    with pytest.raises(RecipeError, match="is published"):
+        run_stage("init", recipe, tmp_path / "run")
+
+
+def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
+    """corpus.kind=tokens: a `label,path` manifest, locked by content, then ordered; the order is OLMo-core's rule."""
+    rng = np.random.default_rng(0)
+    for name, n in (("a", 4000), ("b", 900), ("h", 600)):
+        rng.integers(0, 1000, n, dtype=np.uint32).astype("<u4").tofile(tmp_path / f"{name}.npy")
+    (tmp_path / "mix.txt").write_text("web,a.npy\n# a comment\ncode,b.npy\n")
+    (tmp_path / "heldout.txt").write_text("web,h.npy\n")
+    recipe = load_recipe(
+        "tiny",
+        [
+            "corpus.kind=tokens",
+            f"corpus.manifest={tmp_path}/mix.txt",
+            f"corpus.heldout_manifest={tmp_path}/heldout.txt",
+            f"corpus.base_dir={tmp_path}",
+            "data.global_batch_instances=4",
+            "train.steps=4",
+        ],
+    )
+    run = tmp_path / "run"
+    open_run(recipe, run)
+    run_stage("tokenize", recipe, run)
+    run_stage("order", recipe, run)
+    instances = 4000 // 256 + 900 // 256
+    wanted = np.arange(instances, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(34521 + 1)).shuffle(wanted)
+    assert np.fromfile(run / "order" / "order.u32", "<u4").tolist() == wanted.tolist()
+    assert set(json.loads((run / "order" / "receipts.json").read_text())) == {"1", "2", "3", "4"}
