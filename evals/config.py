@@ -28,6 +28,13 @@ class ReferenceConfig(Section):
     threads: int = Field(2, ge=1)
     micro_batch_instances: int = Field(2, ge=1)
     published: str = Field("", description="hub name and revision pattern of published checkpoints")
+    curve_csv: str = Field(
+        "", description="W&B CSV export of the reference's curve, relative to the run directory"
+    )
+    curve_run: str = Field("", description="run to read in that export; empty: its only one")
+    curve_smoothing: int = Field(
+        0, ge=0, description="half width in steps; 0: a hundredth of the run, at least 5"
+    )
 
 
 class ParityConfig(Section):
@@ -59,6 +66,8 @@ class EvalConfig(Section):
     context: int = Field(0, ge=0, description="tokens; 0: the training sequence length")
     tasks: tuple[str, ...] = EIGHT_TASKS
     items_per_task: int = Field(100, ge=1)
+    inloop_tasks: tuple[str, ...] = Field((), description="AI2's in-loop tasks by name; shown, never judged")
+    inloop_items: int = Field(100, ge=1, description="documents per in-loop task")
     batch_tokens: int = Field(8192, ge=1)
     loss_domain: str = Field("", description="domain of the held-out loss; empty: all documents pooled")
     max_cut_share: float = Field(0.25, ge=0, le=1, description="share of a task's requests that may be cut")

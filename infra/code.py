@@ -6,6 +6,7 @@ thing: editing a helper three imports away changes the digest, editing a module 
 
 import ast
 import hashlib
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from infra.errors import ReproError
 
 PACKAGES = ("pipelines", "evals", "model", "data", "infra")
 ROOT = Path(__file__).resolve().parent.parent
+_parsing = threading.Lock()  # CPython 3.11's ast.parse fails in two threads at once (python/cpython#106905)
 
 
 def module_file(name: str) -> Path | None:
@@ -29,7 +31,9 @@ def module_file(name: str) -> Path | None:
 @lru_cache
 def _imports(path: Path) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    with _parsing:
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -221,9 +221,12 @@ class Mirror:
         done: list[str] = []
         plain = [r for r in relatives if not r.endswith(GROWING)]
         for start in range(0, len(plain), 64):
-            batch = [
-                r for r in plain[start : start + 64] if (self.local / r).exists() or self._vanished(r, broken)
-            ]
+            batch = []
+            for r in plain[start : start + 64]:
+                if (self.local / r).exists():
+                    batch.append(r)
+                else:
+                    self._vanished(r, broken)
             before = {r: (self.local / r).stat().st_mtime_ns for r in batch}
             try:
                 entries = self.bucket.upload(

@@ -281,8 +281,8 @@ class Bucket:
                 pairs, download_kwargs={"checksum": "auto", "retry": None, "timeout": self._timeout(self.deadline)},
                 worker_type=transfer_manager.THREAD, max_workers=self.threads,
             )  # fmt: skip
-            for (_, out), (entry, path), part, result in zip(pairs, wanted, parts, results):
-                out.close()
+            for (_, timed), (entry, path), part, result in zip(pairs, wanted, parts, results):
+                timed.close()
                 if isinstance(result, Exception) or not self._whole(part, entry):
                     self._download_one(entry, part)
                 os.replace(part, path)

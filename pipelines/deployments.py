@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from pydantic import Field
 
 from infra.lease import Lease
@@ -56,7 +57,7 @@ def _open(
 
 @flow(name="reproduce", persist_result=False)
 def reproduce(
-    recipe: RecipeName = DEFAULT,  # type: ignore[valid-type]
+    recipe: RecipeName = DEFAULT,
     run_dir: str = "",
     overrides: Overrides = [],  # noqa: B006
     fresh: bool = False,
@@ -74,7 +75,7 @@ def reproduce(
 
 def _stage_flow(name: str) -> Any:
     def stage(
-        recipe: RecipeName = DEFAULT,  # type: ignore[valid-type]
+        recipe: RecipeName = DEFAULT,
         run_dir: str = "",
         overrides: Overrides = [],  # noqa: B006
         redo: bool = False,
@@ -152,7 +153,10 @@ def register(pool: str, root: Path, defaults: dict[str, Any], schedule: dict[str
         loaded: Any = flow.from_source(source=str(source), entrypoint=entry)
         scheduled = attribute == "watch"
         with contextlib.redirect_stdout(io.StringIO()):  # it draws a table for every one
+            # One look at a time: a look that is due while another is at work is left out.
+            once = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
             loaded.deploy(
+                concurrency_limit=once if scheduled else None,
                 name="local", work_pool_name=pool, build=False, push=False, print_next_steps=False, ignore_warnings=True,
                 parameters={"run_dir": defaults["run_dir"]} if scheduled else defaults,
                 job_variables={"working_dir": str(root)}, **(schedule if scheduled else {}),

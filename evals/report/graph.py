@@ -6,6 +6,7 @@ Plain text and CSS variables, so the drawing follows light, dark and paper like 
 arrow that follows from others is left out, and a long arrow runs through empty places of the layers between.
 """
 
+import itertools
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -69,18 +70,22 @@ def draw(nodes: dict[str, Node], edges: Edges, label: str) -> str:
         for lane in lanes:
             rows[int(lane.rpartition("@")[2])].append(lane)
         paths.append([a, *lanes, b])
-        hops += list(zip(paths[-1], paths[-1][1:]))
+        hops += itertools.pairwise(paths[-1])
     place = arrange(rows, hops, set(nodes))
     arrows = "".join(arrow(path, place, depth) for path in paths)
     boxes = "".join(box(node, place[name], depth[name] * STEP) for name, node in nodes.items())
     height = (len(rows) - 1) * STEP + HEIGHT + 4
+    sizes = {name: BOX if name in nodes else LANE for name in place}
+    left = min((place[n] - sizes[n] / 2 for n in place), default=0.0) - 4
+    right = max((place[n] + sizes[n] / 2 for n in place), default=WIDTH) + 4
+    right = max(right, left + 400)
     marker = (
         '<defs><marker id="lineage-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0.5L8 4L0 7.5z" style="fill:var(--bound)"/></marker></defs>'
     )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}" '
-        f'xmlns="http://www.w3.org/2000/svg" style="font-family: inherit">{marker}{arrows}{boxes}</svg>'
+        f'<svg class="graph" viewBox="{left:.0f} 0 {right - left:.0f} {height}" role="img" aria-label="{escape(label, quote=True)}" '
+        f'xmlns="http://www.w3.org/2000/svg" style="font-family: inherit;max-width:{1.35 * (right - left):.0f}px">{marker}{arrows}{boxes}</svg>'
     )
 
 
@@ -103,7 +108,9 @@ def arrange(rows: list[list[str]], hops: Edges, boxes: set[str]) -> dict[str, fl
         near.setdefault(b, []).append(a)
     for sweep in range(8):
         for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = {n: sum(place[m] for m in near[n]) / len(near[n]) if n in near else place[n] for n in row}
+            wanted = {
+                n: sum(place[m] for m in near[n]) / len(near[n]) if n in near else place[n] for n in row
+            }
             row.sort(key=lambda n: wanted[n])
             spread(row)
     return place
@@ -117,7 +124,7 @@ def arrow(path: list[str], place: dict[str, float], depth: dict[str, int]) -> st
         points += [(place[lane], (first + k) * STEP + 2.0), (place[lane], (first + k) * STEP + HEIGHT + 2.0)]
     points.append((place[path[-1]], depth[path[-1]] * STEP + 1.0))
     d = f"M{points[0][0]:.0f} {points[0][1]:.0f}"
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         middle = (y0 + y1) / 2
         d += f"C{x0:.0f} {middle:.0f} {x1:.0f} {middle:.0f} {x1:.0f} {y1:.0f}"
     return f'<path d="{d}" style="fill:none;stroke:var(--bound);stroke-width:1.4" marker-end="url(#lineage-tip)"/>'

@@ -41,17 +41,17 @@ nav{margin:1rem 0 0;font-size:.9rem;line-height:1.9}nav a{margin-right:.9rem;col
 table{border-collapse:collapse;font-size:.9rem;min-width:60%}
 .caption{color:var(--soft);margin:.9rem 0 0;font-size:.85rem}.scroll{margin-top:.3rem}
 th,td{text-align:left;padding:.32rem .8rem .32rem 0;border-bottom:1px solid var(--line);vertical-align:top}
-th{font-weight:600;white-space:nowrap}
-.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+th{font-weight:600;vertical-align:bottom;min-width:3.5rem}
+.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}th.n{white-space:normal}
 td code{white-space:nowrap}
 code{font:.85em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 figure{margin:1rem 0;max-width:50rem}figure svg{width:100%;height:auto;display:block}
 figcaption{color:var(--soft);font-size:.85rem;margin-top:.3rem}
 details{margin:.6rem 0}summary{cursor:pointer;color:var(--soft)}
-@media (max-width:40rem){html{font-size:15px}.verdict strong{font-size:1.6rem}table{font-size:.82rem}}
+@media (max-width:40rem){html{font-size:15px}figure{overflow-x:auto}figure svg{min-width:32rem}figure svg.graph{min-width:0}td:first-child,th:first-child{position:sticky;left:0;background:var(--paper)}.verdict strong{font-size:1.6rem}table{font-size:.82rem}}
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--line:#bbb;--card:#f4f4f4;--good:#064;--bad:#900;--open:#750;
 --reference:#0072b2;--reproduced:#d55e00}body{max-width:none;padding:0}nav{display:none}h2{break-after:avoid}
-figure,tr{break-inside:avoid}.scroll{overflow:visible}details::details-content{content-visibility:visible;display:block;height:auto}}
+figure,tr{break-inside:avoid}.scroll{overflow:visible}table{font-size:.66rem;width:100%}td code{white-space:normal}th,td{padding-right:.5rem}th{min-width:0;hyphens:auto}td:first-child,th:first-child{position:static}figure svg{min-width:0;max-width:100%}details::details-content{content-visibility:visible;display:block;height:auto}}
 """
 
 

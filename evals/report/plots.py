@@ -23,6 +23,10 @@ PAPER = {
     INK: "#555555", LINE: "#bbbbbb", REFERENCE: "#0072b2", REPRODUCED: "#d55e00", BOUND: "#888888",
     **dict(zip(SERIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#666666"))),
 }  # fmt: skip
+# Colours of the page itself that the drawn graph uses.
+PAGE_ON_PAPER = {
+    "var(--card)": "#f3f4f5", "var(--soft)": "#5b5f66", "var(--good)": "#0b6b4f", "var(--bad)": "#b3261e", "var(--open)": "#8a5a00",
+}  # fmt: skip
 WIDTH = 7.2
 
 Curves = dict[str, list[dict[str, Any]]]
@@ -73,6 +77,8 @@ def for_file(svg: str) -> str:
     """The same SVG with fixed colours, to stand alone beside report.md."""
     for placeholder, variable in VARIABLES.items():
         svg = svg.replace(variable, PAPER[placeholder])
+    for variable, colour in PAGE_ON_PAPER.items():
+        svg = svg.replace(variable, colour)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(
         "font-family: inherit", "font-family: sans-serif"
     )
@@ -87,7 +93,7 @@ def mark_landmarks(axes: Sequence[Any], landmarks: Sequence[int]) -> None:
     """A thin dotted line at every landmark."""
     for ax in axes:
         for step in landmarks:
-            ax.axvline(step, color=LINE, linewidth=0.8, linestyle=":")
+            ax.axvline(step, color=BOUND, linewidth=0.8, linestyle=":")
 
 
 def training_loss(
@@ -180,6 +186,8 @@ def perplexity(results: dict[str, dict[str, Any]], domains: Sequence[str]) -> st
             ax.plot([int(s) for s in steps], values, color=SERIES[i % 8], marker=MARKERS[i % 8], markersize=size,
                     markerfacecolor=fill, linestyle=dash, linewidth=1, label=name if fill == "none" else None)  # fmt: skip
     ax.set_yscale("log")
+    for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:,.0f}")
     ax.set_ylabel("perplexity")
     ax.set_xlabel("step")
     ax.set_xticks([int(s) for s in steps], steps)
@@ -239,7 +247,7 @@ def accuracies(parts: dict[str, dict[str, Any]], macro: dict[str, Any]) -> str:
     fig, (ax,) = figure(1, 0.9 + 0.3 * len(names))
     y = np.arange(len(names))[::-1]
     ax.plot([r["reference"] for r in rows], y, color=REFERENCE, marker="o", markersize=10, markerfacecolor="none",
-            linestyle="", label="reference")  # fmt: skip
+            linestyle="", label="reference", clip_on=False)  # fmt: skip
     ax.plot(
         [r["reproduced"] for r in rows],
         y,
@@ -248,6 +256,7 @@ def accuracies(parts: dict[str, dict[str, Any]], macro: dict[str, Any]) -> str:
         markersize=5,
         linestyle="",
         label="reproduced",
+        clip_on=False,
     )
     ax.set_yticks(y, names)
     ax.set_xlim(0, 1)

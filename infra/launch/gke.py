@@ -227,7 +227,8 @@ class JobSets:
         from kubernetes.client.exceptions import ApiException
 
         try:
-            return self.objects.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name)
+            found: Any = self.objects.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name)
+            return found
         except ApiException as e:
             if e.status == 404:
                 return None

@@ -61,8 +61,9 @@ def render(job: Job, project: str, region: str = "us-central1") -> Any:
         replica_count=1,
         container_spec=aip.ContainerSpec(image_uri=job.image, command=whole[:1], args=whole[1:], env=env),
     )
+    strategies: Any = aip.Scheduling.Strategy
     scheduling = aip.Scheduling(
-        strategy=aip.Scheduling.Strategy[STRATEGIES[job.capacity]],
+        strategy=strategies[STRATEGIES[job.capacity]],
         restart_job_on_worker_restart=True,
         disable_retries=job.restarts == 0,
     )

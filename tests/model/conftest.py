@@ -1,4 +1,10 @@
-"""Helpers shared by the model tests: the tiny model of sheet section 9.1."""
+"""Helpers shared by the model tests: the tiny model of sheet section 9.1, and one cache of compiled programs.
+
+Compilation is most of the time of these tests. A program that was compiled once in a session, in whatever test or
+subprocess, is read back from a directory that lives as long as the session.
+"""
+
+import os
 
 import jax
 import numpy as np
@@ -12,6 +18,24 @@ GOLDEN = ModelConfig(
     d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=256, vocab_size=256, padded_vocab_size=256,
     window=4,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory):
+    """jax's persistent compilation cache, in a directory of this session, for this process and its children."""
+    values = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {k: getattr(jax.config, k) for k in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+        del os.environ[name.upper()]
 
 
 def stack(cfg, tensors):

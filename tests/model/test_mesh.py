@@ -16,12 +16,14 @@ from infra.errors import RecipeError
 from model import sharding
 from model.config import MeshConfig, olmo3_size
 
-NAMES = ["2", "4", "8", "2x4", "2x2x2"]
+# Code for the host is not optimised: what is tested is how programs are partitioned.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+NAMES = ["2", "4", "8", "2x2x2"]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
     env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     command = [
         sys.executable,
@@ -46,8 +48,8 @@ def test_nothing_is_silently_replicated(result, name):
     """Each device holds its share of the parameters; only the small gains are whole everywhere."""
     case = result["cases"][name]
     fsdp, tensor = case["shards"]
-    embedding_and_gains = 4 * (512 * 64 / fsdp) * (1 - 1 / tensor) + 4 * 64 * 40
-    assert case["held"] <= case["parameters"] / (fsdp * tensor) + embedding_and_gains
+    embedding = case["table"] / fsdp * (1 - 1 / tensor)  # the table is split over fsdp only
+    assert case["held"] <= case["parameters"] / (fsdp * tensor) + embedding + case["gains"]
 
 
 def test_accumulation_on_a_mesh_changes_nothing(result):
@@ -56,7 +58,7 @@ def test_accumulation_on_a_mesh_changes_nothing(result):
 
 def test_elastic_run(result):
     """8 -> 2 -> 4 devices through checkpoints: losses and weights of the straight one-device run."""
-    assert len(result["elastic"]) == len(result["straight"]) == 6
+    assert len(result["elastic"]) == len(result["straight"]) == 3
     for got, want in zip(result["elastic"], result["straight"]):
         assert got == pytest.approx(want, rel=1e-5)
     assert result["elastic weights"] <= 1e-3  # Adam turns rounding-size gradients into full steps

@@ -167,6 +167,17 @@ def test_follow_ends_when_everything_is_judged(run, stub):
     assert [m.state for m in found] == ["evaluated"] * 3 and sorted(calls(run)) == [2, 4, 6]
 
 
+def test_follow_does_not_wait_for_a_landmark_that_cannot_come(run, stub):
+    """Training is done and a landmark's checkpoint is broken: the follower says so and ends."""
+    commit(run, 2)
+    commit(run, 4)
+    (run / "checkpoints" / "step4" / "params" / "d").write_bytes(b"cut")
+    write_json_atomic(run / "stages" / "train.json", {"digest": "t", "seconds": 1})
+    found = follow(Watched(run), sleep=lambda s: pytest.fail("it waits"))
+    assert [m.state for m in found] == ["evaluated", "waiting", "waiting"]
+    assert "another size" in found[1].detail
+
+
 def test_a_secret_in_an_error_is_not_written_down(run, stub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-secret-value")
 

@@ -6,6 +6,7 @@ Covers the public reports P5 (killed worker), P6 (no heartbeats), P7 (cancelled 
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +18,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIELDS = [
-    "corpus.megabytes_per_domain=0.3", "corpus.heldout_max_documents=6", "data.sequence_length=96",
-    "data.global_batch_instances=4", "model.window=32", "reference.model.window=32", "train.steps=14",
-    "train.checkpoint_every=2", "train.landmarks=[4,14]", "parity.prompts=1", "launch.watch.interval_seconds=15",
-]  # fmt: skip
-FLAGS = [x for f in FIELDS for x in ("--set", f)]
 PLANTED = "planted-secret-0123456789"
 
 
@@ -43,13 +38,14 @@ def free_port() -> int:
 class Served:
     """A `repro serve` process in a directory of its own, and its API."""
 
-    def __init__(self, home: Path, run: Path):
+    def __init__(self, home: Path, run: Path, fields: list[str]):
         self.home, self.run, self.port = home, run, free_port()
+        self.flags = [x for f in fields for x in ("--set", f)]
         self.process: subprocess.Popen | None = None
         self.ids: dict[str, str] = {}
 
     def argv(self) -> list[str]:
-        return [sys.executable, "-m", "pipelines.cli", "serve", "tiny", "--run-dir", str(self.run), "--port", str(self.port), *FLAGS]
+        return [sys.executable, "-m", "pipelines.cli", "serve", "tiny", "--run-dir", str(self.run), "--port", str(self.port), *self.flags]
 
     def environment(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
@@ -77,7 +73,7 @@ class Served:
     def state(self, flow_run: str) -> str:
         return self.api(f"/flow_runs/{flow_run}")["state_name"]
 
-    def ended(self, flow_run: str, seconds: float = 120) -> str:
+    def ended(self, flow_run: str, seconds: float = 300) -> str:
         ends = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
         return wait_for(lambda: (s := self.state(flow_run)) in ends and s, seconds)
 
@@ -115,17 +111,11 @@ def wait_for(what, seconds: float, process: subprocess.Popen | None = None):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    from pipelines.recipe import load_recipe
-    from pipelines.stages import open_run, run_stage
-
+def served(tmp_path_factory, gated_run, micro_fields):
     home = tmp_path_factory.mktemp("served")
     run = home / "runs" / "micro"
-    recipe = load_recipe("tiny", FIELDS)
-    open_run(recipe, run)
-    for stage in ("tokenize", "order", "init", "gate"):
-        run_stage(stage, recipe, run)
-    made = Served(home, run)
+    shutil.copytree(gated_run, run)
+    made = Served(home, run, micro_fields)
     made.said = made.start()
     yield made
     if made.process is not None and made.process.poll() is None:
@@ -147,18 +137,18 @@ def test_parameters_are_typed_and_the_schedule_is_the_recipes(served):
     schema = found["train"]["parameter_openapi_schema"]
     assert "tiny" in schema["definitions"]["RecipeName"]["enum"]
     assert {k: v.get("type") for k, v in schema["properties"].items()} == {"recipe": None, "run_dir": "string", "overrides": "array", "redo": "boolean"}
-    assert found["watch"]["schedules"][0]["schedule"]["interval"] == 15
+    assert found["watch"]["schedules"][0]["schedule"]["interval"] == 20
     assert found["watch"]["parameters"] == {"run_dir": str(served.run)}
 
 
 def test_cancel_stops_training_within_ten_seconds_after_it_has_saved(served):
     flow_run = served.submit("train")
-    wait_for(lambda: served.steps() >= 3 and served.trainers(), 90)
+    wait_for(lambda: served.steps() >= 3 and served.trainers(), 300)
     start = time.monotonic()
     served.api(f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not served.trainers(), 10)
     assert time.monotonic() - start < 10
-    assert served.ended(flow_run, 60) == "Cancelled"
+    assert served.ended(flow_run) == "Cancelled"
     step = served.steps()
     assert step < 14 and (served.run / "checkpoints" / f"step{step}" / "MANIFEST.json").exists()
     assert "SIGTERM: saved step" in (served.run / "logs" / "train-1.log").read_text()
@@ -168,11 +158,11 @@ def test_kill_9_of_the_flow_leaves_no_training_and_another_run_goes_on(served):
     """Nothing is cleaned up by hand: the lease of a dead owner is free, the record says what is done."""
     before = served.steps()
     flow_run = served.submit("train")
-    wait_for(lambda: served.trainers() and served.steps() > before, 90)
+    wait_for(lambda: served.trainers() and served.steps() > before, 300)
     shell = next(p for p in served.trainers() if parent(p) not in served.trainers())
     os.kill(parent(shell), signal.SIGKILL)
     wait_for(lambda: not served.trainers(), 15)
-    assert served.ended(flow_run, 60) == "Crashed"
+    assert served.ended(flow_run) == "Crashed"
     again = served.submit("train")
     assert served.ended(again) == "Completed"
     steps = [json.loads(x)["step"] for x in (served.run / "train" / "metrics.jsonl").read_text().splitlines()]
@@ -192,12 +182,12 @@ def test_a_changed_output_is_found_on_reuse(served):
     order.write_bytes(content)
 
 
-def test_landmarks_looked_on_schedule(served):
+def test_landmarks_looked_on_schedule(served, micro_fields):
     """Committed landmarks are seen; they wait here because the reference was not run."""
     from pipelines.landmarks import survey
     from pipelines.recipe import load_recipe
 
-    assert [(m.step, m.state, m.detail) for m in survey(served.run, load_recipe("tiny", FIELDS))] == [
+    assert [(m.step, m.state, m.detail) for m in survey(served.run, load_recipe("tiny", micro_fields))] == [
         (4, "waiting", "the reference is not done"),
         (14, "waiting", "the reference is not done"),
     ]
@@ -206,7 +196,7 @@ def test_landmarks_looked_on_schedule(served):
         wanted = {"deployments": {"id": {"any_": [served.ids["watch"]]}}, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
         return len(served.api("/flow_runs/filter", wanted)) >= 3
 
-    wait_for(ticks, 90)
+    wait_for(ticks, 300)
     latest = {a["key"]: a["data"] for a in served.api("/artifacts/latest/filter", {}) if a["key"]}
     assert json.loads(latest["landmarks-micro"])[0]["detail"] == "the reference is not done"
     assert "step 14 of 14" in latest["progress-micro"] and f":{served.port + 1}/micro/logs/train-1.log" in latest["progress-micro"]
@@ -234,6 +224,21 @@ def test_killed_server_and_worker_come_back_and_kill_9_of_serve_ends_them(served
     wait_for(lambda: not running(f"--port {served.port}") and not running(str(served.run)), 30)
     served.start()
     assert served.ended(served.submit("order")) == "Completed"
+
+
+def test_an_existing_server_is_used_and_left_alone(served, tmp_path, micro_fields):
+    """With PREFECT_API_URL set: deployments and a worker, no second server; Ctrl-C ends only what is ours."""
+    other = Served(tmp_path, served.run, micro_fields)
+    env = {**other.environment(), "PREFECT_API_URL": f"http://127.0.0.1:{served.port}/api"}
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(other.argv(), cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    wait_for(lambda: "Ctrl-C ends" in (tmp_path / "out").read_text(), 120, process)
+    children = [p for p in running("prefect") if parent(p) == process.pid]
+    assert len(children) == 1 and children[0] in running("worker start")
+    assert f"Prefect UI: http://127.0.0.1:{served.port}\n" in (tmp_path / "out").read_text()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert served.api("/health") is True
 
 
 def test_the_planted_secret_is_nowhere(served):
