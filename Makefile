@@ -6,7 +6,7 @@ RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 FRESH ?=
 DEBUG ?=
-WHAT ?= data model evals
+WHAT ?= data model evals convert
 VENV := .venv
 BIN := $(VENV)/bin
 REPRO := $(BIN)/repro
@@ -14,7 +14,7 @@ FLAGS = --run-dir $(RUN_DIR) $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--de
 STAGES := tokenize order init gate reference train convert parity evaluate report
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce $(STAGES) serve status test proofs bench plan dolma-fixture dataflow-template lint clean
+.PHONY: help setup reproduce $(STAGES) serve status test proofs bench calibration plan dolma-fixture dataflow-template lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -49,8 +49,11 @@ test: $(VENV)/.ready ## the test suite
 proofs: $(VENV)/.ready ## the long proofs that `make test` leaves out
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests -m slow_proof $(PYTEST_FLAGS)
 
-bench: $(VENV)/.ready ## benchmarks, side by side with the reference tools: WHAT="data model evals"
+bench: $(VENV)/.ready ## benchmarks, side by side with the reference tools: WHAT="data model evals convert"
 	@for b in $(WHAT); do JAX_PLATFORMS=cpu PYTHONPATH=. $(BIN)/python tests/benchmarks/bench_$$b.py || exit 1; done
+
+calibration: $(VENV)/.ready ## how often the verdict is wrong, on simulated runs: docs/calibration.md (minutes)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m evals.calibration --simulations 1000 --out docs/calibration.md
 
 plan: $(VENV)/.ready ## compile the published recipes for TPU slices on this machine
 	@for t in v5p:4x4x4 v6e:16x16 tpu7x:4x4x4; do $(REPRO) plan olmo3_7b_stage1 --topology $$t || exit 1; done

@@ -9,8 +9,9 @@ The rules, which stand in every result (`lm.rules()`):
 * no BOS; an empty context becomes the one token EOS, as in lm-eval's HF model;
 * the join is lm-eval's: encode(context + continuation), cut at len(encode(context)). Where a token spans the
   join so that nothing is left, the continuation is encoded alone, and the request is listed;
-* too long a request is cut from the left, counted, never in silence; a continuation longer than the
-  context is an error that names it.
+* too long a request first loses whole shots, the oldest first, and keeps its task description (`shots` says how many
+  there are); what is still too long is cut from the left. Both are counted, never in silence; a continuation longer than
+  the context is an error that names it.
 
 The surprising thing: `generate_until` has no key-value cache; it runs the whole prefix for each token.
 """
@@ -31,13 +32,18 @@ Tokenized = tuple[tuple[str, str], list[int], list[int]]
 class JaxLM(TemplateLM):
     """Scores lm-eval requests with `scorer`. Set weights with `use` before asking anything."""
 
-    def __init__(self, scorer: Scorer, tokenizer: TextTokenizer, *, add_bos: bool = False):
+    def __init__(
+        self, scorer: Scorer, tokenizer: TextTokenizer, *, add_bos: bool = False, shots: int = 0,
+        shot_delimiter: str = "\n\n",
+    ):  # fmt: skip
         super().__init__()
         if add_bos:
             raise DataError("OLMo 3 has no BOS token, so add_bos cannot be honoured", "leave it out")
         self.scorer, self.text = scorer, tokenizer
         self.params: Params | None = None
+        self.shots, self.shot_delimiter = shots, shot_delimiter
         self.cuts: dict[tuple[str, str], int] = {}
+        self.dropped_shots: dict[tuple[str, str], int] = {}
         self.spanned: list[tuple[str, str]] = []
         self._pairs: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
 
@@ -68,8 +74,9 @@ class JaxLM(TemplateLM):
             "bos": "none",
             "empty_context": "one EOS token",
             "join": "lm-eval: encode(context + continuation) cut at len(encode(context))",
-            "truncation": f"left, to {self.scorer.context + 1} tokens with the continuation",
-            "shots": 0,
+            "truncation": ("whole shots first, then " if self.shots else "")
+            + f"left, to {self.scorer.context + 1} tokens with the continuation",
+            "shots": self.shots,
             "tokenizer": {"name": self.text.name, "sha256": self.text.digest},
         }
 
@@ -98,10 +105,33 @@ class JaxLM(TemplateLM):
                 "use a longer evals.context or leave the item out",
             )
         tokens = context + continuation
+        if len(tokens) > limit and self.shots:
+            tokens, continuation = self._without_shots(key, tokens, continuation, limit)
         if len(tokens) > limit:
             self.cuts[key] = len(tokens) - limit
             tokens = tokens[-limit:]
         return Request(np.asarray(tokens, np.int32), len(tokens) - len(continuation))
+
+    def _without_shots(
+        self, key: tuple[str, str], tokens: list[int], continuation: list[int], limit: int
+    ) -> tuple[list[int], list[int]]:
+        """(all ids, ids of the continuation) with as few shots dropped as needed, at most all of them.
+
+        The parts between delimiters must be `shots` shots and the question, with or without a description before them; a
+        context in which the shots cannot be told apart is left as it is, for the cut at the left.
+        """
+        parts = key[0].split(self.shot_delimiter)
+        described = len(parts) - self.shots - 1
+        if described not in (0, 1):
+            return tokens, continuation
+        for n in range(1, self.shots + 1):
+            shorter = self.shot_delimiter.join(parts[:described] + parts[described + n :])
+            context, continuation = self._encode_pair(shorter, key[1])
+            tokens = context + continuation
+            if len(tokens) <= limit:
+                break
+        self.dropped_shots[key] = n
+        return tokens, continuation
 
     def _weights(self) -> Params:
         if self.params is None:

@@ -39,10 +39,13 @@ class Side(NamedTuple):
     logits: Callable[[Mode], LogitFunction]
 
 
-def side(path: str | Path, implementation: Implementation) -> Side:
-    """The checkpoint in `path` (ours, HF or OLMo-core, recognised by its files) in `implementation`."""
+def side(path: str | Path, implementation: Implementation, model: ModelConfig | None = None) -> Side:
+    """The checkpoint in `path` (ours, HF or OLMo-core, recognised by its files) in `implementation`.
+
+    `model`: needed only for an OLMo-core checkpoint without its own config.json.
+    """
     path = Path(path)
-    source = stream.open_source(path)
+    source = stream.open_source(path, model)
     builders: dict[str, Callable[[Mode], LogitFunction]] = {
         "jax": lambda mode: in_jax(source, mode),
         "transformers": lambda mode: in_transformers(path, source, mode),
@@ -163,10 +166,13 @@ def export_checked(
     eos_id: int | None = 100257,
     pad_id: int | None = 100277,
     no_parity: bool = False,
+    model: ModelConfig | None = None,
+    origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export `source` to the HF directory `out`, which appears only if transformers reproduces our logits.
 
-    `no_parity` skips the gate and leaves that in `out/conversion.json`, where the report finds it. Returns the lineage.
+    `origin`: where the source came from (`model.convert.sources.resolve`), kept in the lineage. `no_parity` skips
+    the gate and leaves that in `out/conversion.json`, where the report finds it. Returns the lineage.
     Raises ParityError (and leaves nothing at `out`) when the gate fails.
     """
     import ml_dtypes
@@ -175,12 +181,15 @@ def export_checked(
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.gate-") as folder:
         staged = Path(folder) / "hf"
         stream.convert(
-            source, staged, dtype=dtype, keep_padding=keep_padding, context_length=context_length, eos_id=eos_id, pad_id=pad_id
+            source, staged, model=model, dtype=dtype, keep_padding=keep_padding, context_length=context_length, eos_id=eos_id,
+            pad_id=pad_id,
         )  # fmt: skip
         lineage = read_json(staged / stream.LINEAGE)
+        if origin is not None:
+            lineage["origin"] = origin
         lineage["parity"] = {"checked": False, "why": "exported with --no-parity"}
         if not no_parity:
-            found = stream.open_source(source)
+            found = stream.open_source(source, model)
             check_prompts(prompts, found.model)
             params = params_of(found)
             if dtype == "bfloat16":

@@ -15,8 +15,9 @@ the wider of bootstrap and an exact interval (n identical pairs leave 3/n open: 
 of bootstrap and Student's t, and never less than fp32 resolution.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from evals.config import BoundsConfig
 
 Outcome = Literal["equivalent", "different", "inconclusive"]
 FP32 = 2.0**-23
+MAX_KEPT = 4_000_000  # draws kept in memory for reuse: 32 MB
 KL_RESOLUTION = 1e-9
 
 
@@ -53,6 +55,19 @@ class Comparison:
         return asdict(self)
 
 
+def resamples(sizes: tuple[int, ...], samples: int, seed: int) -> Iterable[np.ndarray]:
+    """How often each unit is drawn, float64[samples, n] for each stratum of n units. The same for the same arguments."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    for n in sizes:
+        yield rng.multinomial(n, np.full(n, 1 / n), size=samples).astype(np.float64)
+
+
+@lru_cache(maxsize=6)
+def kept_resamples(sizes: tuple[int, ...], samples: int, seed: int) -> tuple[np.ndarray, ...]:
+    """`resamples`, kept for the next surface or landmark with as many units."""
+    return tuple(resamples(sizes, samples, seed))
+
+
 def bootstrap_ratio(
     numerator: np.ndarray,
     denominator: np.ndarray,
@@ -66,12 +81,13 @@ def bootstrap_ratio(
 
     `macro`: the mean over strata of the stratum's own ratio instead of the pooled ratio.
     """
-    rng = np.random.Generator(np.random.PCG64(seed))
     names = np.asarray(strata)
+    places = [np.flatnonzero(names == name) for name in dict.fromkeys(strata)]
+    sizes = tuple(len(at) for at in places)
+    small = sum(sizes) * samples <= MAX_KEPT
+    draws = (kept_resamples if small else resamples)(sizes, samples, seed)
     tops, bottoms = [], []
-    for name in dict.fromkeys(strata):
-        at = np.flatnonzero(names == name)
-        counts = rng.multinomial(len(at), np.full(len(at), 1 / len(at)), size=samples)
+    for at, counts in zip(places, draws):
         tops.append(counts @ numerator[at])
         bottoms.append(counts @ denominator[at])
     if macro:

@@ -18,7 +18,8 @@ from typing import Any
 
 from infra.artifacts import read_json, write_json_atomic
 from infra.errors import IdentityError
-from infra.storage import Bucket, Conflict, Entry, GcsLease, StorageError, crc32c_file, crc32c_of, open_url
+from infra.gcs_lease import GcsLease
+from infra.storage import Bucket, Conflict, Entry, StorageError, crc32c_file, crc32c_of, open_url
 
 GROWING = (".jsonl", ".log")  # appended to while we send: cut at the last whole line
 LAST_WINS = ("report/", "landmarks/", "logs/", "evals/timings.json")

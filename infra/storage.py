@@ -1,9 +1,8 @@
-"""Google Cloud Storage: bulk transfers with checksums, commit markers by generation, leases, retries with a deadline.
+"""Google Cloud Storage: bulk transfers with checksums, commit markers by generation, retries with a deadline.
 
     bucket, prefix = open_url("gs://bucket/run/")
     bucket.upload([(Path("a.npy"), prefix + "a.npy")]); bucket.download([(entry, Path("b.npy"))])
     bucket.write_bytes(prefix + "DONE", b"…", if_generation=0)     # Conflict if it is there already
-    with GcsLease(bucket, prefix + ".leases/train", "training"): …
 
 Credentials come through the ordinary chain only (application default). `STORAGE_EMULATOR_HOST` names an emulator. The
 surprising thing: after a lost answer, a repeated conditional write is refused although the first one was ours; so a
@@ -12,11 +11,9 @@ refusal is a Conflict only if other bytes stand there.
 
 import base64
 import contextlib
-import json
 import os
 import random
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from infra.errors import LeaseError, ReproError
-from infra.owner import start_time
+from infra.errors import ReproError
 
 T = TypeVar("T")
 CHUNK = 8 * 2**20  # of a resumable upload; a larger file is sent in such pieces and continues after an error
 CONNECT_SECONDS, READ_SECONDS = 10.0, 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-CLOCK_SKEW_SECONDS = 30.0
 LOG_IN = "run `gcloud auth application-default login`, or use a service account"
 
 
@@ -391,119 +386,3 @@ def retryable(error: BaseException) -> bool:
 def _entry(blob: Any) -> Entry:
     updated = blob.updated.timestamp() if blob.updated else 0.0
     return Entry(blob.name, int(blob.size or 0), blob.crc32c or "", int(blob.generation or 0), updated)
-
-
-def machine_id() -> str:
-    """What two processes share that can see each other in /proc: the boot and the process namespace; '' without /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-class GcsLease:
-    """One owner of a name in a bucket, by generation preconditions.
-
-    A dead owner is taken over at once on its own machine, elsewhere `ttl` seconds after its last sign of life. Renewed in the background. `check()` raises LeaseError once it was lost. Clocks may differ by half a minute.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        name: str,
-        what: str,
-        *,
-        ttl: float = 120.0,
-        wait_seconds: float = 0.0,
-        skew: float = CLOCK_SKEW_SECONDS,
-    ):
-        self.bucket, self.name, self.what, self.ttl, self.wait_seconds, self.skew = (
-            bucket,
-            name,
-            what,
-            ttl,
-            wait_seconds,
-            skew,
-        )
-        self._token = secrets.token_hex(8)
-        self._generation = 0
-        self._lost = ""
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def _content(self) -> bytes:
-        owner = {
-            "what": self.what, "host": socket.gethostname(), "pid": os.getpid(), "token": self._token, "ttl": self.ttl,
-            "at": time.time(), "machine": machine_id(), "started": start_time(os.getpid()),
-        }  # fmt: skip
-        return json.dumps(owner).encode()
-
-    def __enter__(self) -> "GcsLease":
-        deadline = time.monotonic() + self.wait_seconds
-        while True:
-            try:
-                self._generation = self.bucket.write_bytes(
-                    self.name, self._content(), if_generation=0
-                ).generation
-                break
-            except Conflict:
-                owner = self._take_over()
-                if owner is None:
-                    break
-                if time.monotonic() >= deadline:
-                    raise LeaseError(
-                        f"{self.bucket.url(self.name)} is held by {owner}", "wait until it ends, or stop it"
-                    ) from None
-                time.sleep(min(2.0, self.ttl / 10))
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
-        return self
-
-    def _take_over(self) -> str | None:
-        """Become the owner if the present one is dead (None); else who it is."""
-        stands = self.bucket.stat(self.name)
-        if stands is None:
-            return "somebody who has just left"
-        try:
-            owner = json.loads(self.bucket.read_bytes(self.name)[0])
-            text, ttl = f"{owner['what']} (process {owner['pid']} on {owner['host']})", float(owner["ttl"])
-            killed = owner["machine"] == machine_id() != "" and start_time(owner["pid"]) != owner["started"]
-        except (ValueError, KeyError, StorageError):
-            text, ttl, killed = "an unknown owner", self.ttl, False
-        if not killed and time.time() - stands.updated <= ttl + self.skew:
-            return text
-        try:
-            self._generation = self.bucket.write_bytes(
-                self.name, self._content(), if_generation=stands.generation
-            ).generation
-        except Conflict:
-            return "another process that took it over"
-        return None
-
-    def _renew(self) -> None:
-        while not self._done.wait(self.ttl / 3):
-            try:
-                self._generation = self.bucket.write_bytes(
-                    self.name, self._content(), if_generation=self._generation
-                ).generation
-            except Conflict:
-                self._lost = "somebody else took it over"
-                return
-            except StorageError as e:
-                self._lost = e.what
-                return
-
-    def check(self) -> None:
-        """Raise if the lease was lost."""
-        if self._lost:
-            raise LeaseError(
-                f"the lease {self.bucket.url(self.name)} was lost: {self._lost}", "run the same command again"
-            )
-
-    def __exit__(self, *_: Any) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-        if not self._lost:
-            with contextlib.suppress(StorageError):
-                self.bucket.delete(self.name, if_generation=self._generation)

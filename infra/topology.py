@@ -70,6 +70,27 @@ TYPES = {
 FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
+# Names JAX gives to the devices of each generation (`jax.devices()[0].device_kind`).
+TPU_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "tpu7x",
+}
+# Peak dense bf16 FLOP/s of GPUs by a part of their name. Source: NVIDIA data sheets "A100 Tensor Core GPU" (312),
+# "H100 Tensor Core GPU" SXM (1,979 with sparsity, half of it dense), "H200", "HGX B200" (4,500 with sparsity).
+GPU_BF16_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bf16 FLOP/s of one JAX device by its kind; None when it is not in the table (every CPU)."""
+    if device_kind in TPU_KINDS:
+        chip = TYPES[TPU_KINDS[device_kind]]
+        return chip.bf16_flops / chip.devices_per_chip
+    return next((flops for part, flops in GPU_BF16_FLOPS.items() if part in device_kind), None)
+
 
 @dataclass(frozen=True)
 class Slice:

@@ -163,6 +163,25 @@ class MeshConfig(Section):
     tensor: int = Field(1, ge=0)
 
 
+class LogConfig(Section):
+    """Writers beside `train/metrics.jsonl`, which is always written."""
+
+    tensorboard: bool = Field(False, description="event files in RUN/train/tensorboard")
+    wandb: Literal["off", "offline", "online"] = Field("off", description="offline: files in RUN/train/wandb")
+    wandb_project: str = "olmo3-repro"
+    trace_steps: tuple[int, int] | None = Field(
+        None, description="first and last step of an XProf trace in RUN/train/trace"
+    )
+
+    @model_validator(mode="after")
+    def _trace(self) -> "LogConfig":
+        if self.trace_steps and not 1 <= self.trace_steps[0] <= self.trace_steps[1]:
+            raise ValueError(
+                f"train.log.trace_steps {list(self.trace_steps)} is not [first, last] from step 1 on"
+            )
+        return self
+
+
 class TrainConfig(Section):
     """How far, and what is kept."""
 
@@ -173,6 +192,7 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(1000, ge=1)
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the landmarks")
     micro_batch_instances: int = Field(0, ge=0, description="0: the whole global batch at once")
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _landmarks(self) -> "TrainConfig":

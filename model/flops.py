@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from model.config import LayerKind, ModelConfig
 
+MATERIAL = ("dot_general", "scan", "shard_map", "gather", "pallas_call", "all_gather")  # not fused away
+
 
 class StepFlops(NamedTuple):
     """Operations of one step over the whole global batch."""
@@ -81,8 +83,43 @@ def traced_matmul_flops(jaxpr: Any) -> float:
         inner = sum(traced_matmul_flops(sub) for sub in _subprograms(eqn.params))
         if name == "while" and inner:
             raise ValueError("a while loop of unknown length holds matrix products")
-        total += inner * (eqn.params["length"] if name == "scan" else 1)
+        total += inner * _times(eqn)
     return total
+
+
+def _times(eqn: Any) -> int:
+    """How often an equation's inner program runs: a scan its length, a shard_map once per device of its mesh."""
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    return int(eqn.params["mesh"].size) if eqn.primitive.name == "shard_map" else 1
+
+
+def largest_arrays(jaxpr: Any, devices: int, top: int = 8) -> list[dict[str, Any]]:
+    """The largest results of products, loops, look-ups and kernels of a traced step, for a step that does not fit.
+
+    `bytes` are per device: as written inside a shard_map, elsewhere an even split over `devices`. A compiler may
+    keep fewer of them at once, so they are where to look and not a sum. Each place and shape is named once.
+    """
+    from jax._src import source_info_util
+
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def walk(jaxpr: Any, split: int) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name = eqn.primitive.name
+            for sub in _subprograms(eqn.params):
+                walk(sub, 1 if name == "shard_map" else split)
+            if name not in MATERIAL:
+                continue
+            where = source_info_util.summarize(eqn.source_info)
+            for var in eqn.outvars:
+                size = math.prod(var.aval.shape) * var.aval.dtype.itemsize // split
+                key = (var.aval.str_short(), where)
+                if key not in found or size > found[key]["bytes"]:
+                    found[key] = {"bytes": size, "array": key[0], "made_by": name, "where": where}
+
+    walk(jaxpr, devices)
+    return sorted(found.values(), key=lambda f: -f["bytes"])[:top]
 
 
 def _subprograms(params: dict[str, Any]) -> list[Any]:

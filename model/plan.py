@@ -19,6 +19,7 @@ from typing import Any
 from infra.artifacts import fingerprint, read_json, versions, write_json_atomic
 from infra.code import code_digest
 from infra.errors import RecipeError
+from infra.progress import Progress
 from infra.topology import Slice
 from model.config import (
     LossConfig,
@@ -28,15 +29,17 @@ from model.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from model.flops import step_flops, traced_matmul_flops
+from model.flops import largest_arrays, step_flops, traced_matmul_flops
 
-# Without these libtpu looks for a TPU host and complains at length that there is none.
+# Without these libtpu looks for a TPU host and complains at length that there is none; with the last one two plans
+# may run at once (it otherwise locks the machine for one process).
 QUIET_LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-SPLASH_MARK = b"tpu_custom_call"
+SPLASH_MARK = "tpu_custom_call"
 STATE_BYTES_PER_PARAM = 12  # fp32 weights and two fp32 moments
 OVERSIZE_MARKS = ("RESOURCE_EXHAUSTED", "exceeds", "Ran out of memory")
 
@@ -74,7 +77,7 @@ def make_plan(
     """Compile the step for `slice_` and describe it; a plan with the same fingerprint is read from `cache`.
 
     Raises RecipeError when the mesh or the batch does not divide. A step that does not fit is no error: its
-    plan says `"fits": False` and names the largest buffers.
+    plan says `"fits": False`, and `largest_arrays` names where its memory goes.
     """
     numerics = request.numerics.model_copy(update={"attention": "splash"})
     request = dataclasses.replace(request, numerics=numerics)
@@ -117,11 +120,12 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     )
     state = abstract_state(spec)
     batch = abstract_batch(spec, request.global_batch_instances, request.sequence_length)
-    traced = traced_matmul_flops(jax.make_jaxpr(lambda s, b: train_step(spec, s, b))(state, batch))
+    traced = jax.make_jaxpr(lambda s, b: train_step(spec, s, b))(state, batch)
     found: dict[str, Any] = {
         "mesh": dict(mesh.shape),
-        "device_kind": devices[0].device_kind,
-        "traced_matmul_flops": traced,
+        "device_kind": str(getattr(devices[0], "device_kind", "unknown")),
+        "traced_matmul_flops": traced_matmul_flops(traced),
+        "largest_arrays": largest_arrays(traced, mesh.size),
     }
     start, wall = time.process_time(), time.monotonic()
     try:
@@ -131,7 +135,7 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as e:
         if not any(mark in str(e) for mark in OVERSIZE_MARKS):
             raise
-        return {**found, "compiled": False, "why": largest_buffers(str(e)), **_took(start, wall)}
+        return {**found, "compiled": False, "why": str(e).partition("\n")[0], **_took(start, wall)}
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
     return {
         **found,
@@ -141,19 +145,27 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "program_bytes": memory.generated_code_size_in_bytes,
-        "splash_calls": splash_calls(program),
+        "splash_calls": lowered.as_text().count(SPLASH_MARK),
+        "splash_calls_compiled": splash_calls(program),
         "xla_flops_loop_bodies_once": cost.get("flops"),
         **_took(start, wall),
     }
 
 
-def splash_calls(program: Any) -> int:
-    """Attention kernels (Pallas custom calls) in a compiled program, loop bodies counted once.
+def splash_calls(program: Any) -> int | None:
+    """Attention kernels (Pallas custom calls) in the compiled program; a loop's body counts once.
 
-    Counted in the serialised program: its text cannot be printed by jaxlib 0.10.2 (async-update operands).
+    None where jaxlib cannot read its own program back: 0.10.2 fails on the asynchronous updates of large ones.
     """
-    modules = program.runtime_executable().hlo_modules()
-    return sum(m.as_serialized_hlo_module_proto().count(SPLASH_MARK) for m in modules)
+    import jax
+
+    try:
+        modules = program.runtime_executable().hlo_modules()
+    except jax.errors.JaxRuntimeError as e:
+        if "async-update" not in str(e):
+            raise
+        return None
+    return sum(m.as_serialized_hlo_module_proto().count(SPLASH_MARK.encode()) for m in modules)
 
 
 def _took(start: float, wall: float) -> dict[str, float]:
@@ -174,16 +186,6 @@ def check_batch(request: PlanRequest, shards: int) -> None:
             f"{shards} batch shards",
             "choose a mesh with fewer data x fsdp devices, or another train.micro_batch_instances",
         )
-
-
-def largest_buffers(message: str, lines: int = 12) -> str:
-    """The part of XLA's out-of-memory message that names sizes and buffers."""
-    wanted = [
-        line.strip()
-        for line in message.splitlines()
-        if any(w in line for w in ("Size:", "Shape:", "exceed", "Used", "Largest"))
-    ]
-    return "\n".join(wanted[:lines]) or message[:600]
 
 
 def describe(
@@ -288,6 +290,28 @@ def choices(request: PlanRequest, slice_: Slice) -> list[PlanRequest]:
     return found
 
 
+def sweep(
+    request: PlanRequest, slice_: Slice, **options: Any
+) -> tuple[list[dict[str, Any]], list[tuple[PlanRequest, str]]]:
+    """(ranked plans of all choices, what the model refuses and why). `options`: those of `make_plan`."""
+    plans, refused = [], []
+    wanted = choices(request, slice_)
+    if not wanted:
+        raise RecipeError(
+            f"no mesh of {slice_.devices} devices divides a global batch of {request.global_batch_instances} instances",
+            "choose a smaller slice or a larger data.global_batch_instances",
+        )
+    progress = Progress("plan", len(wanted), "choices")
+    for done, choice in enumerate(wanted, 1):
+        try:
+            plans.append(make_plan(choice, slice_, **options))
+        except RecipeError as e:
+            refused.append((choice, str(e)))
+        progress.update(done)
+    progress.finish(f"{sum(p['fits'] for p in plans)} of {len(wanted)} fit")
+    return rank(plans), refused
+
+
 def rank(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Plans that fit, fastest first, then those that do not, nearest to fitting first."""
     return sorted(
@@ -309,12 +333,21 @@ def text(plan: dict[str, Any], steps: int) -> str:
             f"memory per device  {plan['bytes_per_device'] / gib:.2f} of {plan['memory_per_device'] / gib:.0f} GiB "
             f"(arguments {plan['argument_bytes'] / gib:.2f}, temporaries {plan['temporary_bytes'] / gib:.2f}): "
             + ("fits" if plan["fits"] else "NOT FIT"),
-            f"attention kernels  {plan['splash_calls']} Pallas calls in the program",
+            f"attention kernels  {plan['splash_calls']} Pallas calls given to the compiler, "
+            + ("not counted" if plan["splash_calls_compiled"] is None else str(plan["splash_calls_compiled"]))
+            + " in the compiled program",
         ]
     else:
         lines += [
-            "NOT FIT: the compiler ran out of memory",
-            *(f"  {line}" for line in plan["why"].splitlines()),
+            f"memory per device  NOT FIT in {plan['memory_per_device'] / gib:.0f} GiB: {plan['why']}",
+        ]
+    if not plan["fits"]:
+        lines += [
+            "largest arrays     per device, if split evenly:",
+            *(
+                f"  {a['bytes'] / gib:8.2f} GiB  {a['array']}  {a['made_by']} at {a['where']}"
+                for a in plan["largest_arrays"]
+            ),
         ]
     r = plan["roofline"]
     lines += [

@@ -43,6 +43,12 @@ class StepSpec:
 
 def new_state(spec: StepSpec, params: Params, history: HistoryConfig) -> State:
     """State before step 1, sharded over the mesh. `params`: float32 arrays on the host or devices."""
+    other = sorted({str(p.dtype) for p in jax.tree.leaves(params)} - {"float32"})
+    if other:
+        raise RecipeError(
+            f"weights given as {', '.join(other)}: master weights are float32 whatever the compute dtype",
+            "start from the fp32 originals, not from a rounded export",
+        )
     shardings = state_shardings(spec)
     params = jax.device_put(params, shardings["params"])
     make = jax.jit(

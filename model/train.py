@@ -28,6 +28,7 @@ from infra.errors import IdentityError, RecipeError, ReproError
 from infra.lease import Lease
 from infra.owner import watch_owner
 from infra.progress import Progress
+from infra.topology import peak_flops
 from model import checkpoint, sharding
 from model import step as step_lib
 from model.config import (
@@ -40,6 +41,8 @@ from model.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from model.flops import step_flops
+from model.log_writers import Trace, open_writers
 from model.metrics import MetricsLog, truncate
 from model.schedule import learning_rate
 
@@ -187,9 +190,16 @@ class Trainer:
         )
         summary["compile_seconds"] = time.monotonic() - begun
         log, progress = MetricsLog(log_path), Progress("train", train.steps, "steps")
-        landmarks = set(train.landmark_steps)
+        landmarks, flops_per_second = set(train.landmark_steps), self.peak_flops()
+        step_model_flops = step_flops(spec.model, length, rows).model
         pending: dict[str, Any] | None = None
-        with checkpoint.Saver(self.root, landmarks, train.keep_last) as saver, contextlib.closing(log):
+        trace = Trace(train.log.trace_steps, spec.run / "train" / "trace")
+        with (
+            checkpoint.Saver(self.root, landmarks, train.keep_last) as saver,
+            contextlib.closing(log),
+            open_writers(train.log, log_path.parent, done + 1) as writers,
+            contextlib.closing(trace),
+        ):
             saver.prepare(step_lib.abstract_state(self.step_spec))
             clock = time.monotonic()
 
@@ -199,18 +209,22 @@ class Trainer:
                     return
                 values = {k: float(v) for k, v in jax.device_get(record.pop("device")).items()}
                 now = time.monotonic()
+                seconds, clock = max(now - clock, 1e-9), now
                 record = {"step": record.pop("step"), **values, **record}
-                record["tokens_per_second"] = spec.data.global_batch_tokens / max(now - clock, 1e-9)
-                clock = now
+                record["tokens_per_second"] = spec.data.global_batch_tokens / seconds
+                record["mfu"] = step_model_flops / (seconds * flops_per_second) if flops_per_second else None
                 summary["skipped_steps"] += int(values["skipped"])
                 log.write(record)
+                writers.write(record)
                 skipped = "  SKIPPED" if values["skipped"] else ""
                 progress.update(record["step"], f"CE {values['ce']:.4f}{skipped}")
 
             with jax.transfer_guard("disallow"):
                 for batch, placed in self.feed(done + 1, train.steps):
                     saver.check()
+                    trace.before(batch.step)
                     state, device_metrics = program(state, placed)
+                    trace.after(batch.step, device_metrics)
                     flush(pending)
                     receipt.update(batch.step, batch.ids, batch.tokens)
                     pending = {
@@ -231,6 +245,12 @@ class Trainer:
         summary["seconds"] = time.monotonic() - begun
         progress.finish(f"{train.steps} steps, receipt {receipt.hexdigest()[:12]}")
         return {**summary, "receipt": receipt.hexdigest()}
+
+    def peak_flops(self) -> float | None:
+        """Peak dense bf16 FLOP/s of all devices of the mesh, for MFU; None where the table has no entry (CPU)."""
+        mesh = self.step_spec.mesh
+        one = peak_flops(mesh.devices.flat[0].device_kind)
+        return one * mesh.size if one else None
 
     def feed(self, first: int, last: int) -> Iterator[tuple[Any, Any]]:
         """(batch, its arrays on the devices) of each step; the transfer of the next one overlaps the step."""

@@ -25,12 +25,12 @@ from typing import Any
 from infra.artifacts import fingerprint, read_json, sha256_file, versions, write_json_atomic
 from infra.code import code_digest
 from infra.errors import LeaseError, ReproError
+from infra.gcs_lease import GcsLease
 from infra.lease import Lease
 from infra.mirror import Mirror, working_copy
 from infra.owner import watch_owner
 from infra.progress import clock
 from infra.redact import redact
-from infra.storage import GcsLease
 from pipelines.recipe import Recipe
 from pipelines.stages import read_recipe
 

@@ -6,6 +6,7 @@ The surprising thing: a stage's identity holds the digest of every module of our
 edited helper is noticed, while an edited report does not cost a training run.
 """
 
+import os
 import platform
 import shutil
 import sys
@@ -20,6 +21,7 @@ from infra.code import code_digest
 from infra.errors import IdentityError, ReproError
 from infra.lease import Lease
 from infra.progress import Progress, clock
+from infra.redact import redact
 from pipelines import work
 from pipelines.recipe import Recipe, validate
 
@@ -187,7 +189,8 @@ def run_stage(name: str, recipe: Recipe, run: Path) -> Outcome:
     outputs = [p.relative_to(run).as_posix() for pattern in stage.owns for p in sorted(run.glob(pattern))]
     seconds = time.monotonic() - start
     committed = record.commit(
-        outputs, {"seconds": round(seconds, 3), "argv": sys.argv, "finished": time.time()}
+        outputs,
+        {"seconds": round(seconds, 3), "argv": [redact(a) for a in sys.argv], "finished": time.time()},
     )
     progress.finish()
     return Outcome(name, False, seconds, committed["digest"])
@@ -205,7 +208,12 @@ def redo_from(name: str, run: Path) -> list[str]:
     for g in gone:
         for pattern in BY_NAME[g].owns:
             for path in run.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                # Out of the way in one move first: a half-deleted directory of checkpoints must not be resumed from.
+                trash = run / f".trash-{g}-{path.name}"
+                if trash.exists():
+                    shutil.rmtree(trash)
+                os.replace(path, trash)
+                shutil.rmtree(trash) if trash.is_dir() else trash.unlink()
     return gone
 
 

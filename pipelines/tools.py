@@ -5,12 +5,14 @@ held-out tokens of a run directory (found above A, or named with --run-dir), nev
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.errors import RecipeError
 
 if TYPE_CHECKING:
+    from model.config import ModelConfig
     from pipelines.recipe import Recipe
 
 EXIT_OF_VERDICT = {"FAITHFUL": 0, "NOT FAITHFUL": 1, "INCONCLUSIVE": 3}
@@ -73,6 +75,17 @@ def run_above(path: Path, named: str) -> Path:
     )
 
 
+def undescribed(path: Path, recipe: "Recipe") -> "ModelConfig | None":
+    """The reference's model section for an OLMo-core checkpoint without its own config.json; None for all others.
+
+    OLMo-core's trainer leaves config.json to the script around it, and the local reference has none beside its steps.
+    """
+    tables = (path / ".metadata", path / "model_and_optim" / ".metadata")
+    if any(t.is_file() for t in tables) and not (path / "config.json").is_file():
+        return recipe.reference.model
+    return None
+
+
 def parity(args: argparse.Namespace) -> int:
     """Two checkpoints, in any of three implementations, on held-out tokens; exit 1 when they differ."""
     from evals import localise, pairs
@@ -86,10 +99,15 @@ def parity(args: argparse.Namespace) -> int:
         raise RecipeError(
             f"--in {args.implementations!r} does not name two implementations", "for example jax,transformers"
         )
+    if args.localise and not (a / "config.json").is_file():
+        raise RecipeError(
+            f"--localise reads the inputs of every sub-block from transformers, and {a} is no HF directory",
+            "name the HF directory first, or convert A with `repro convert`",
+        )
     run = run_above(a, args.run_dir)
     recipe = read_recipe(run)
     prompts = parity_prompts(recipe, run)
-    first, second = pairs.side(a, names[0]), pairs.side(b, names[1])
+    first, second = (pairs.side(p, n, undescribed(p, recipe)) for p, n in zip((a, b), names))
     found = pairs.compare(first, second, prompts, recipe.parity, mode=args.mode, out=args.out or None)
     kl = max(found["kl_max"], found["reverse_kl_max"])
     print(
@@ -112,7 +130,7 @@ def parity(args: argparse.Namespace) -> int:
     if args.localise:
         from model.convert import stream
 
-        source = stream.open_source(b)
+        source = stream.open_source(b, undescribed(b, recipe))
         print(localise.table(localise.localise(a, pairs.params_of(source), source.model, prompts[0])))
     print("PARITY" if found["ok"] else "NO PARITY")
     return 0 if found["ok"] else 1
@@ -125,13 +143,15 @@ def convert(args: argparse.Namespace) -> int:
     from pipelines.stages import read_recipe
     from pipelines.work import parity_prompts
 
-    source, out = Path(resolve(args.targets[0])[0]), Path(args.targets[1])
+    resolved = resolve(args.targets[0])
+    source, out = Path(resolved.path), Path(args.targets[1])
     run = run_above(source, args.run_dir)
     recipe = read_recipe(run)
     lineage = export_checked(
         source, out, parity_prompts(recipe, run), recipe.parity, dtype=args.dtype, keep_padding=args.keep_padding,
         context_length=recipe.data.sequence_length, eos_id=recipe.tokenizer.eos_id, pad_id=recipe.tokenizer.pad_id,
-        no_parity=args.no_parity,
+        no_parity=args.no_parity, model=undescribed(source, recipe),
+        origin=resolved.lineage,
     )  # fmt: skip
     checked = lineage["parity"]
     print(
@@ -189,7 +209,7 @@ def plan(args: argparse.Namespace) -> int:
     from infra.artifacts import write_json_atomic
     from infra.prices import price_of
     from infra.topology import parse
-    from model.plan import PlanRequest, choices, make_plan, rank, text
+    from model.plan import PlanRequest, make_plan, sweep, text
     from pipelines.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -199,8 +219,14 @@ def plan(args: argparse.Namespace) -> int:
         recipe.data.sequence_length, recipe.data.global_batch_instances,
     )  # fmt: skip
     price, cache = price_of(slice_.type.name, args.prices), Path(args.cache)
-    wanted = choices(request, slice_) if args.sweep else [request]
-    plans = rank([make_plan(r, slice_, price_per_chip_hour=price, cache=cache) for r in wanted])
+    if args.sweep:
+        plans, refused = sweep(request, slice_, price_per_chip_hour=price, cache=cache)
+        for choice, why in refused:
+            print(
+                f"refused: tensor={choice.mesh.tensor} remat={choice.numerics.remat}: {why}", file=sys.stderr
+            )
+    else:
+        plans = [make_plan(request, slice_, price_per_chip_hour=price, cache=cache)]
     print("\n\n".join(text(p, recipe.train.steps) for p in plans))
     if args.out:
         write_json_atomic(args.out, plans if args.sweep else plans[0])

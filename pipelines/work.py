@@ -88,7 +88,7 @@ def init(recipe: "Recipe", run: Path) -> None:
 
 
 def gate(recipe: "Recipe", run: Path) -> None:
-    """parity/step0.json: are the logits of the step-0 weights equal in both implementations?"""
+    """parity/step0.json: are the logits of the step-0 weights equal in both implementations? Drift by layer with it."""
     from evals.localise import localise
     from evals.parity import logit_parity
     from model.convert.hf import import_hf
@@ -97,8 +97,9 @@ def gate(recipe: "Recipe", run: Path) -> None:
     params = import_hf(weights, recipe.model, same_architecture=False)
     prompts = parity_prompts(recipe, run)
     found = logit_parity(weights, params, recipe.model, prompts, recipe.parity)
+    found["localise"] = localise(weights, params, recipe.model, prompts[0])
     if not found["ok"]:
-        found["causes"] = localise(weights, params, recipe.model, prompts[0])["causes"]
+        found["causes"] = found["localise"]["causes"]
     write_json_atomic(run / "parity" / "step0.json", found)
 
 

@@ -227,7 +227,9 @@ class JobSets:
         from kubernetes.client.exceptions import ApiException
 
         try:
-            found: Any = self.objects.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name)
+            found: Any = self.objects.get_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, name
+            )
             return found
         except ApiException as e:
             if e.status == 404:
@@ -409,7 +411,9 @@ def standing(job: Job, api: JobSets, poll_seconds: float = POLL_SECONDS) -> GkeJ
     deadline = time.monotonic() + 2 * GRACE_SECONDS
     while api.get(job.name) is not None:
         if time.monotonic() > deadline:
-            raise LaunchError(f"the ended JobSet {job.name} does not go away", f"`kubectl delete jobset {job.name}`")
+            raise LaunchError(
+                f"the ended JobSet {job.name} does not go away", f"`kubectl delete jobset {job.name}`"
+            )
         time.sleep(poll_seconds)
     return None
 

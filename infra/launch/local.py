@@ -155,6 +155,7 @@ class LocalJob:
         try:
             start.enter_context(starting(self._state_dir))
             async with xm_local.create_experiment(f"repro {self.name}") as experiment:
+                experiment._wait_for_local_jobs = lambda *_: None  # we wait ourselves, and say so ourselves
                 [executable] = experiment.package(
                     [xm.Packageable(xm.Binary(path=sys.executable), xm_local.Local.Spec())]
                 )

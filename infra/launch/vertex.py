@@ -138,9 +138,18 @@ class VertexApi:
     def running(self, job: Job) -> str | None:
         """Resource name of a job of this name that has not ended."""
         parent = f"projects/{self.project}/locations/{self.region}"
-        found = self.client.list_custom_jobs(request={"parent": parent, "filter": f'display_name="{job.name}"'})
+        found = self.client.list_custom_jobs(
+            request={"parent": parent, "filter": f'display_name="{job.name}"'}
+        )
         live = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING")
-        return next((j.name for j in found if j.display_name == job.name and j.state.name.removeprefix("JOB_STATE_") in live), None)
+        return next(
+            (
+                j.name
+                for j in found
+                if j.display_name == job.name and j.state.name.removeprefix("JOB_STATE_") in live
+            ),
+            None,
+        )
 
     def cancel(self, name: str) -> None:
         self.client.cancel_custom_job(name=name)

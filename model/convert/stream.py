@@ -250,8 +250,8 @@ def convert(
                 rows,
                 dtype,
                 found.read,
-                lambda n, at=done: progress.update((at + n) >> 20),
-            )  # type: ignore[misc]
+                partial(_shown, progress, done),
+            )
         done += body
         size += body
         weight_map.update({e.hf: name for e in group})
@@ -348,6 +348,11 @@ def write_file(
         f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, target)
+
+
+def _shown(progress: Progress, before: int, written: int) -> None:
+    """Show MiB done: `before` bytes of finished files and `written` of the present one."""
+    progress.update((before + written) >> 20)
 
 
 def main(argv: list[str] | None = None) -> int:

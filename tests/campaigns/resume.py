@@ -10,6 +10,7 @@ one bit of one moment is flipped on the way, and the comparison must notice.
 
 Seed and number fix kind, signal and moment of a trial (a step or event, and a fraction of a measured duration);
 the machine's scheduling decides where within that the process dies, so each record says what was found after it.
+Trials share the compiled step through JAX's compilation cache (an empty JAX_COMPILATION_CACHE_DIR turns it off).
 The surprising thing: a process killed before its first step counts too. Most bugs of resuming live there.
 """
 
@@ -33,12 +34,12 @@ KINDS = ("kill", "term", "save", "twice", "restore", "term in save")
 INPUTS = ("tokens", "order", "init", "recipe.json")
 STABLE = ("step", "ce", "z_loss", "grad_norm", "skipped", "lr", "receipt", "tokens_seen")
 PREEMPTED = 75
-WIDTH = {"d_model": 16, "n_heads": 2, "n_kv_heads": 2, "head_dim": 8, "d_ff": 32, "window": 16}
+WIDTH = {"d_model": 8, "n_heads": 2, "n_kv_heads": 2, "head_dim": 4, "d_ff": 16, "window": 8}
 SHRUNK = [
     *(f"{side}.{k}={v}" for side in ("model", "reference.model") for k, v in WIDTH.items()),
-    "corpus.megabytes_per_domain=0.3", "corpus.heldout_max_documents=6", "data.sequence_length=48",
-    "data.global_batch_instances=4", "train.steps=20", "train.checkpoint_every=3", "train.landmarks=[9, 20]",
-    "schedule.parts=[{\"kind\": \"cosine\", \"peak\": 1e-3, \"warmup\": 3, \"horizon\": 20}]",
+    "corpus.megabytes_per_domain=0.3", "corpus.heldout_max_documents=6", "data.sequence_length=32",
+    "data.global_batch_instances=4", "train.steps=16", "train.checkpoint_every=3", "train.landmarks=[9, 16]",
+    "schedule.parts=[{\"kind\": \"cosine\", \"peak\": 1e-3, \"warmup\": 3, \"horizon\": 16}]",
 ]  # fmt: skip
 
 
@@ -91,7 +92,9 @@ def blows(seed: int, number: int, steps: int) -> tuple[str, tuple[Blow, ...]]:
 
 def launch(run: Path) -> subprocess.Popen:
     """The trainer in a process of its own, as the launcher starts it; messages go to RUN/stderr.txt."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT),
+           "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(run.parent / "compiled")),
+           "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
     with open(run / "stderr.txt", "w") as err:
         return subprocess.Popen(
             [sys.executable, "-m", "model.train", "--run", str(run)],
@@ -221,12 +224,14 @@ def flip_one_bit(run: Path) -> None:
     step, _ = latest_committed(root)
     state, _ = restore(root, step, abstract_state(TrainSpec.from_run(run).step_spec()))
     gain = np.array(state["opt"]["m"]["final_norm"])
-    gain.view(np.uint32)[0] ^= 1
+    gain.view(np.uint32)[0] ^= 1 << 20  # the lowest bits are rounded away by the next update
     state["opt"]["m"]["final_norm"] = jax.device_put(gain)
     write_checkpoint(root, step, state, read_meta(root, step))
 
 
-def trial(base: Path, where: Path, seed: int, number: int, pace: Pace, wanted: dict[str, str]) -> dict[str, Any]:
+def trial(
+    base: Path, where: Path, seed: int, number: int, pace: Pace, wanted: dict[str, str]
+) -> dict[str, Any]:
     """One trial in a run directory of its own; its record."""
     run = where / f"trial{number}"
     shutil.rmtree(run, ignore_errors=True)
@@ -296,7 +301,9 @@ def page(record: dict[str, Any]) -> str:
 
 def main() -> int:
     """Prepare, run straight, run the trials, write the record; 1 if a trial differs or the control does not."""
-    parser = argparse.ArgumentParser(description="Kill training at random moments; compare with the straight run.")
+    parser = argparse.ArgumentParser(
+        description="Kill training at random moments; compare with the straight run."
+    )
     parser.add_argument("--run", default="", help="prepared run directory (default: a shrunk tiny is made)")
     parser.add_argument("--work", default="runs/resume-campaign", help="where the runs go")
     parser.add_argument("--trials", type=int, default=36)

@@ -91,6 +91,26 @@ def test_cut_requests_are_counted_and_keep_the_continuation(lm):
     assert lm.cuts == {(context.rstrip(), continuation): 200 + 2 - CONTEXT - 1}
 
 
+@pytest.mark.parametrize("description", ["", "Questions about ice.\n\n"])
+def test_whole_shots_go_first_and_the_description_stays(scorer, text, params, description):
+    """F5: of four shots of 30 tokens, 96 tokens hold two; the oldest go, nothing is cut in the middle."""
+    shots = [f"Question: number {i}{' very' * 22}?\nAnswer: {i}" for i in range(4)]
+    lm = JaxLM(scorer, text, shots=4).use(params)
+    context = description + "\n\n".join([*shots, "Question: What is ice?\nAnswer:"])
+    got = request(lm, context, " frozen")
+    said = text.decode(got.tokens.tolist())
+    assert said == description + "\n\n".join([*shots[2:], "Question: What is ice?\nAnswer: frozen"])
+    assert lm.dropped_shots == {(context, " frozen"): 2} and not lm.cuts
+    assert text.decode(got.tokens[got.first :].tolist()) == " frozen"
+    assert lm.rules()["truncation"].startswith("whole shots first")
+    short = request(
+        lm, context[len(description) + len(shots[0]) * 3 :], " frozen"
+    )  # shots that cannot be told apart
+    assert len(short.tokens) <= CONTEXT + 1
+    long = request(lm, description + "\n\n".join([*shots, "word " * 200 + "end"]), " frozen")
+    assert len(long.tokens) == CONTEXT + 1 and len(lm.cuts) == 1 and max(lm.dropped_shots.values()) == 4
+
+
 def test_a_continuation_longer_than_the_context_is_an_error(lm):
     with pytest.raises(DataError, match="does not fit the context of 96"):
         request(lm, "a", " b" * 200)

@@ -8,8 +8,8 @@ from infra.errors import RecipeError
 
 CONTEXT = 96
 NAMES = (
-    "arc_easy_test_bpb_5shot",
-    "arc_easy_test_mc_5shot_fast",
+    "arc_challenge_test_bpb_5shot",
+    "arc_challenge_test_mc_5shot_fast",
     "basic_skills_string_operations_rc_5shot",
     "copycolors_10way_fast",
     "openbook_qa",
@@ -82,7 +82,9 @@ def test_results_say_what_was_cut_and_what_was_asked(ours):
             found["documents"] + found["refused_documents"] == ITEMS
             and len(found["requests_fingerprint"]) == 64
         )
-    assert ours["tasks"]["arc_easy_test_bpb_5shot"]["cut_requests"] > 0  # five shots do not fit 96 tokens
+    assert (
+        ours["tasks"]["arc_challenge_test_bpb_5shot"]["cut_requests"] > 0
+    )  # five shots do not fit 96 tokens
     assert np.isfinite([m for t in ours["tasks"].values() for m in t["metrics"].values()]).all()
 
 

@@ -1,5 +1,6 @@
 """`parity A B` over the three forms and three implementations, the noise floor, and the gate of exports."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_export_with_a_fault_leaves_nothing(forms, tmp_path, monkeypatch):
         def read(e):
             name = e.path[-1]
             if name in other:
-                e = e._replace(olmo_core=e.olmo_core.replace(name, other[name]))
+                e = dataclasses.replace(e, olmo_core=e.olmo_core.replace(name, other[name]))
             return source.read(e)
 
         return source._replace(read=read)

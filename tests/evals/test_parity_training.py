@@ -130,23 +130,24 @@ def test_ninety_six_steps_agree(run):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "steps", "said"),
     [
-        ({"history": HistoryConfig(adam_count_at_start=0, cold_window_at=(24,))}, "ce is"),
+        ({"history": HistoryConfig(adam_count_at_start=0, cold_window_at=(24,))}, 16, "ce is"),
         (
             {"history": HistoryConfig(adam_count_at_start=1, cold_window_at=(24, 45))},
+            56,
             "skip decisions differ at steps [50",
         ),
-        ({"data": DATA.model_copy(update={"seed": 12})}, "receipts differ at landmarks 16"),
+        ({"data": DATA.model_copy(update={"seed": 12})}, 16, "receipts differ at landmarks 16"),
     ],
 )
-def test_each_wrong_history_is_caught(run, tmp_path, change, said):
-    """Wrong Adam counter, a restart the reference did not make (it skips step 50), another order."""
+def test_each_wrong_history_is_caught(run, tmp_path, change, steps, said):
+    """Wrong Adam counter, a restart the reference did not make (it skips step 50), another order. Each run stops once it shows."""
     for name in ("tokens", "init", *(() if "data" in change else ("order",))):
         (tmp_path / name).symlink_to(run / name)
     if "data" in change:
         write_order_of(tmp_path, 12)
-    reproduce(tmp_path, **change)
+    reproduce(tmp_path, train=TrainConfig(steps=steps, landmarks=(16,)), **change)
     result = parity.training_parity(
         run / "reference/metrics.jsonl", tmp_path / "train/metrics.jsonl", ParityConfig(), LANDMARKS
     )

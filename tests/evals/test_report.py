@@ -13,8 +13,10 @@ import pytest
 
 from data.config import TokenizerConfig
 from evals.evaluate import EvaluateSpec, Evaluator, evaluate_run, find_weights
-from evals.report.build import build
+from evals.report.build import build, plain
+from evals.report.gather import gather, verdict_inputs
 from evals.report.terminal import terminal_table
+from evals.verdict import judge
 from infra.artifacts import read_json, write_bytes_atomic, write_json_atomic
 from infra.errors import DataError
 
@@ -43,7 +45,9 @@ def recipe(model_cfg):
         "heldout_documents": 6,
         "max_cut_share": 1.0,
         "batch_tokens": 768,
+        "torch_documents": 1,
     }
+    tree["evals"]["bounds"]["bootstrap"] = 400
     return validate(tree).model_dump(mode="json")
 
 
@@ -157,6 +161,11 @@ def run(whole, tmp_path):
 def verdict_of(run):
     build(run)
     return read_json(run / "report" / "verdict.json")
+
+
+def judged(run):
+    """The verdict alone, without drawing: what `build` judges from."""
+    return judge(plain(verdict_inputs(gather(run)))).to_json()
 
 
 def test_equal_runs_agree_on_every_surface(whole):
@@ -277,7 +286,7 @@ def test_whatever_is_spoiled_shows(run, spoil, overall, word):
     recipe["evals"]["bounds"]["macro_accuracy"] = 0.3  # FAITHFUL but for what is spoiled
     write_json_atomic(run / "recipe.json", recipe)
     spoil(run)
-    verdict = verdict_of(run)
+    verdict = judged(run)
     assert verdict["overall"] == overall
     assert any(word in r for r in verdict["reasons"]), verdict["reasons"]
 
@@ -347,9 +356,6 @@ def test_markdown_and_json_say_the_same(whole):
     assert markdown.startswith(f"# {report['verdict']['overall']}")
     for name in re.findall(r"\(figures/(\w+)\.svg\)", markdown):
         assert (whole / "report" / "figures" / f"{name}.svg").read_text().startswith("<?xml")
-    from evals.report.gather import verdict_inputs
-    from evals.verdict import judge
-
     assert judge(verdict_inputs(report)).to_json() == report["verdict"]  # anyone can judge it again
 
 

@@ -205,7 +205,13 @@ class VertexService:
     """Answers like the service: states in order, and the error text that carries the exit status."""
 
     def __init__(self, states, message=""):
-        self.states, self.message, self.cancelled, self.made, self.running = list(states), message, [], None, False
+        self.states, self.message, self.cancelled, self.made, self.running = (
+            list(states),
+            message,
+            [],
+            None,
+            False,
+        )
 
     def create_custom_job(self, parent, custom_job):
         self.made = (parent, custom_job)
@@ -217,7 +223,10 @@ class VertexService:
 
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return aip.CustomJob(
-            name=name, display_name="repro-a", state=aip.JobState[f"JOB_STATE_{state}"], error=status_pb2.Status(message=self.message)
+            name=name,
+            display_name="repro-a",
+            state=aip.JobState[f"JOB_STATE_{state}"],
+            error=status_pb2.Status(message=self.message),
         )
 
     def list_custom_jobs(self, request):
@@ -237,7 +246,10 @@ def test_vertex_exit_75_is_preempted(tmp_path):
         assert handle.wait(10) == status and handle.exit_code == code
     busy = VertexService(["RUNNING"])
     busy.running = True
-    assert vertex.launch_vertex(job("v6e:2x2"), vertex.VertexApi("p", "r", busy), tmp_path).status() == Status.RUNNING
+    assert (
+        vertex.launch_vertex(job("v6e:2x2"), vertex.VertexApi("p", "r", busy), tmp_path).status()
+        == Status.RUNNING
+    )
     assert busy.made is None, "one that runs is taken over"
     handle.cancel()
     assert service.cancelled == ["projects/p/locations/r/customJobs/1"]
@@ -330,7 +342,9 @@ def test_gke_job_from_launch_to_its_last_lines(cluster, tmp_path):
     assert cluster.jobsets["repro-a"]["status"] == {}, "the ended one has made room"
     cluster.pods = [cluster.pod(0, "Running")]
     adopted = gke.launch_gke(job("v6e:2x4"), cluster.api, tmp_path, poll_seconds=0.05)
-    assert again.status() == adopted.status() == Status.RUNNING and cluster.made == 2, "one that runs is taken over"
+    assert again.status() == adopted.status() == Status.RUNNING and cluster.made == 2, (
+        "one that runs is taken over"
+    )
     with pytest.raises(LaunchError, match=r"repro-a was refused \(409(.|\n)*kubectl delete jobset"):
         cluster.api.create(gke.render(job("v6e:2x4")))
     handle.cancel()

@@ -23,13 +23,17 @@ def left_out() -> set[str]:
 def test_lint():
     """The rules of the usual Dockerfile linters that apply here."""
     for base in instructions("FROM"):
-        assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm( AS build)?", base), "the base is pinned, and not latest"
+        assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm( AS build)?", base), (
+            "the base is pinned, and not latest"
+        )
     assert not instructions("ADD") and not instructions("MAINTAINER")
     assert "sudo" not in TEXT and "apt-get" not in TEXT and "curl" not in TEXT
     assert all("pip install" not in run or "--no-deps" in run for run in instructions("RUN"))
     assert "PIP_NO_CACHE_DIR=1" in TEXT
     [user] = instructions("USER")
-    assert user == "10001:10001" and LINES.index(f"USER {user}") > max(i for i, x in enumerate(LINES) if x.startswith("RUN"))
+    assert user == "10001:10001" and LINES.index(f"USER {user}") > max(
+        i for i, x in enumerate(LINES) if x.startswith("RUN")
+    )
     assert all(w.startswith("/") for w in instructions("WORKDIR"))
     assert instructions("CMD") == ['["repro", "--help"]']
 
@@ -53,7 +57,11 @@ def test_everything_copied_is_there_and_in_the_context():
 
 def test_what_is_left_out_is_in_the_lock_and_not_needed_for_training():
     """The training process and its entry are imported with these packages made unimportable."""
-    lock = {x.split("==")[0] for x in (ROOT / "requirements.lock").read_text().splitlines() if "==" in x and not x.startswith("#")}
+    lock = {
+        x.split("==")[0]
+        for x in (ROOT / "requirements.lock").read_text().splitlines()
+        if "==" in x and not x.startswith("#")
+    }
     assert left_out() == set(BLOCKED_IMPORT) <= lock
     code = (
         f"import sys\nblocked = {sorted(BLOCKED_IMPORT.values())!r}\n"
@@ -65,7 +73,13 @@ def test_what_is_left_out_is_in_the_lock_and_not_needed_for_training():
         "assert not set(blocked) & {m.split('.')[0] for m in sys.modules}\n"
         "assert pipelines.cli.main(['status', '--run-dir', 'nowhere']) == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": "/tmp"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": "/tmp"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from infra.errors import LeaseError
-from infra.storage import Bucket, Conflict, GcsLease, StorageError, crc32c_of, open_url, split_url
+from infra.gcs_lease import GcsLease
+from infra.storage import Bucket, Conflict, StorageError, crc32c_of, open_url, split_url
 
 FAULTS = ["429", "500", "503", "reset"]
 
@@ -175,7 +176,7 @@ def test_lease_is_renewed_and_a_dead_owner_is_taken_over(gcs):
 
 
 def test_a_killed_owner_on_this_machine_is_taken_over_at_once(gcs):
-    code = "from infra.storage import *; import time; GcsLease(Bucket('b'), 'x', 'killed').__enter__(); print('held', flush=True); time.sleep(60)"
+    code = "from infra.storage import *; from infra.gcs_lease import *; import time; GcsLease(Bucket('b'), 'x', 'killed').__enter__(); print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     with (

@@ -63,7 +63,11 @@ def test_two_machines_evaluate_each_landmark_once_and_the_bucket_has_the_results
     assert len([n for n in names if n.startswith("run/evals/")]) == 10 and "run/report/report.md" in names
     assert not [n for n in names if ".leases" in n], "every lease was given back"
     with landmarks.watched("gs://b/run", tmp_path / "machine3") as target:
-        assert [x.state for x in landmarks.survey(target.run, recipe)] == ["evaluated", "evaluated", "waiting"]
+        assert [x.state for x in landmarks.survey(target.run, recipe)] == [
+            "evaluated",
+            "evaluated",
+            "waiting",
+        ]
         landmarks.tick(target, say=lambda line: None)
     assert sorted(calls) == [2, 4]
     assert json.loads(gcs.objects["b", "run/landmarks/step2.json"]["data"])["state"] == "evaluated"

@@ -89,7 +89,7 @@ def write_run(run, *, model=GOLDEN, steps=12, batch=4, sequence=16, instances=20
     path = tokens / "synthetic" / "00000.npy"
     path.write_bytes(raw.tobytes())
     shard = {"path": "synthetic/00000.npy", "label": "synthetic", "tokens": len(raw), "sha256": full_digest(path),
-             "sample_sha256": sample_digest(path)}  # fmt: skip
+             "sample_sha256": sample_digest(path), "max_id": int(raw.max())}  # fmt: skip
     write_json_atomic(tokens / "manifest.json", {"format": "olmo3-tokens-v1", "shards": [shard]})
     index = InstanceIndex.from_manifest(tokens, sequence, 1, verify="size")
     write_order(run / "order", index.n_instances, seed=34521, index_digest=index.digest)

@@ -176,3 +176,17 @@ def sparse_hf(cfg: ModelConfig, out: Path) -> None:
     with (out / "model.safetensors").open("wb") as f:
         f.write(header)
         f.truncate(len(header) + body)
+
+
+def test_a_view_is_stored_as_itself_and_not_as_what_it_is_cut_from(tmp_path):
+    """User issue A14: slices of arrays ten times larger must not carry their storage into checkpoint or export."""
+    rng = np.random.default_rng(0)
+    shapes = jax.tree.map(np.asarray, init_params(CFG))
+    views = jax.tree.map(lambda x: rng.normal(size=(10, *x.shape)).astype(np.float32)[3], shapes)
+    size = sum(x.nbytes for x in jax.tree.leaves(views))
+    meta = {"format": 1, "step": 1, "model": CFG.model_dump(mode="json")}
+    place = checkpoint.write_checkpoint(tmp_path, 1, {"params": views, "step": np.int32(1)}, meta)
+    stored = sum(p.stat().st_size for p in place.rglob("*") if p.is_file())
+    assert size * 0.8 < stored < size * 1.3 + 100_000, (size, stored)  # 100 kB: manifests and indexes
+    export_hf(views, CFG, tmp_path / "hf", context_length=64, keep_padding=True, eos_id=0, pad_id=1)
+    assert (tmp_path / "hf/model.safetensors").stat().st_size < size + 50_000

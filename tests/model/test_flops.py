@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.config import SIZES, LayerKind, LossConfig, ModelConfig, NumericsConfig, OptimizerConfig
-from model.flops import step_flops, traced_matmul_flops, visible_keys
+from model.flops import largest_arrays, step_flops, traced_matmul_flops, visible_keys
 
 
 @pytest.mark.parametrize(("window", "sequence"), [(4, 10), (10, 10), (64, 10), (1, 7)])
@@ -33,6 +33,21 @@ def test_walking_a_program_multiplies_loops():
         return jax.lax.scan(body, x, None, length=5)[0]
 
     assert traced_matmul_flops(jax.make_jaxpr(program)(jnp.ones((8, 8)))) == 5 * 2 * 8**3
+
+
+def test_walking_a_program_counts_every_device_of_a_shard_map():
+    """Inside a shard_map shapes are of one device: 4 devices, each multiplying [2,8] x [8,8]."""
+    mesh, spec = jax.sharding.AbstractMesh((4,), ("x",)), jax.sharding.PartitionSpec("x")
+    whole = jax.sharding.PartitionSpec()
+    program = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(spec, whole), out_specs=spec)
+    jaxpr = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert traced_matmul_flops(jaxpr) == 2 * 8**3
+    (product,) = [a for a in largest_arrays(jaxpr, 4) if a["made_by"] == "dot_general"]
+    assert (
+        product["bytes"] == 2 * 8 * 4
+        and product["array"] == "float32[2,8]"
+        and "test_flops.py" in product["where"]
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])

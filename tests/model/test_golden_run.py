@@ -65,7 +65,7 @@ def run(cfg, params, rows, mask_of, micro=0, devices=1):
 
 @pytest.mark.parametrize("micro", [0, 2])
 def test_eight_steps(golden_cfg, golden_params, micro):
-    logits = olmo3.logits(
+    logits = jax.jit(olmo3.logits, static_argnums=(1, 2))(
         golden_params, golden_cfg, NumericsConfig(), instances()[order()[:4]].astype(np.int32)
     )
     first = [0.07347547262907028, -0.180484339594841, 0.29364001750946045]

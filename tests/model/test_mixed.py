@@ -79,7 +79,10 @@ def test_sub_blocks_are_bit_equal(ref, layer):
     })(to_bf16(x), to_bf16(q), to_bf16(qn.view(2, 48, 4, 32)), to_bf16(branch))  # fmt: skip
     for name, want in theirs.items():
         same = np.asarray(ours[name].astype(jnp.float32)) == to_numpy(want)
-        assert same.mean() >= 0.999, (name, same.mean())  # sin and cos tables differ in a last bit here and there
+        assert same.mean() >= 0.999, (
+            name,
+            same.mean(),
+        )  # sin and cos tables differ in a last bit here and there
 
 
 def theirs(ref, params, dtype, tokens):

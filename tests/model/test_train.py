@@ -95,7 +95,7 @@ def test_sigterm_saves_and_kill_resumes(make_run):
 
 
 def test_other_recipe_is_refused(make_run):
-    run = make_run(steps=4)
+    run = make_run(steps=1)
     train(TrainSpec.from_run(run))
     edit(run, "model", rope_theta=10000.0)
     with pytest.raises(IdentityError, match="rope_theta"):

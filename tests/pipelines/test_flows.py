@@ -23,7 +23,10 @@ def test_p2_keys_are_equal_in_every_process():
     ours = "".join(f"{n} {fingerprint(load_recipe(n))}\n" for n in recipe_names())
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).stdout == ours
+        assert (
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).stdout
+            == ours
+        )
 
 
 def test_p2_what_has_no_stable_form_is_refused():
@@ -41,7 +44,9 @@ def test_p3_an_edit_of_a_helper_far_below_changes_the_key(tmp_path):
 
     def keys() -> list[str]:
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path).stdout.split()
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path
+        ).stdout.split()
 
     before = keys()
     assert len(before) == 2
@@ -62,7 +67,9 @@ def test_p4_prefects_cache_is_off_everywhere():
 
     for path in (ROOT / "pipelines").rglob("*.py"):
         text = path.read_text()
-        assert not re.search(r"cache_key_fn|cache_expiration|INPUTS|TASK_SOURCE|persist_result=True", text), path
+        assert not re.search(r"cache_key_fn|cache_expiration|INPUTS|TASK_SOURCE|persist_result=True", text), (
+            path
+        )
         assert all(c == "NO_CACHE" for c in re.findall(r"cache_policy=(\w+)", text)), path
 
 
@@ -71,7 +78,9 @@ def test_p8_a_local_launch_needs_no_docker_and_its_failure_is_told(tmp_path, mon
     from infra.errors import LaunchError
     from infra.launch.local import run_module
 
-    (tmp_path / "fails.py").write_text("import os\nprint('loading')\nprint('token', os.environ['HF_TOKEN'])\nraise SystemExit(9)")
+    (tmp_path / "fails.py").write_text(
+        "import os\nprint('loading')\nprint('token', os.environ['HF_TOKEN'])\nraise SystemExit(9)"
+    )
     monkeypatch.setenv("HF_TOKEN", "planted-secret-value")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -83,7 +92,12 @@ def test_p8_a_local_launch_needs_no_docker_and_its_failure_is_told(tmp_path, mon
     ("recipe", "target", "more", "kind"),
     [
         ("olmo3_7b_stage1", "gke", [], "JobSet"),
-        ("olmo3_190m", "vertex", ["launch.topology=v6e:2x2", "launch.project=p", "launch.region=us-east5"], "CustomJob"),
+        (
+            "olmo3_190m",
+            "vertex",
+            ["launch.topology=v6e:2x2", "launch.project=p", "launch.region=us-east5"],
+            "CustomJob",
+        ),
         ("tiny", "local", [], "a process on this machine"),
     ],
 )
@@ -105,7 +119,10 @@ def test_dry_run_writes_the_whole_spec_and_explains_it(tmp_path, capsys, recipe,
     ("arguments", "message"),
     [
         (["olmo3_7b_stage1", "--set", "launch.topology=v5p:3x7x13", *CLOUD], "'v5p:3x7x13' does not exist"),
-        (["olmo3_7b_stage1", "--set", "launch.topology=v5p:8x8x16", *CLOUD], "512 instances does not split over 1024 devices"),
+        (
+            ["olmo3_7b_stage1", "--set", "launch.topology=v5p:8x8x16", *CLOUD],
+            "512 instances does not split over 1024 devices",
+        ),
         (["olmo3_7b_stage1", "--set", "mesh.tensor=3", *CLOUD], "does not match the 64 devices"),
         (["olmo3_7b_stage1"], "needs launch.image, launch.bucket"),
         (["olmo3_7b_stage1", "--target", "vertex", *CLOUD], "not on v5p"),
@@ -127,7 +144,9 @@ def test_command_lines_with_secrets_are_refused_or_masked(monkeypatch):
     from infra.redact import looks_secret, redact
 
     assert looks_secret("WANDB_API_KEY") and looks_secret("X", "hf_" + "a" * 30)
-    assert not looks_secret("TOKENIZERS_PARALLELISM", "false") and not looks_secret("GOOGLE_APPLICATION_CREDENTIALS", "/a/b.json")
+    assert not looks_secret("TOKENIZERS_PARALLELISM", "false") and not looks_secret(
+        "GOOGLE_APPLICATION_CREDENTIALS", "/a/b.json"
+    )
     key = "-----BEGIN PRIVATE KEY-----\nMIIabc\n-----END PRIVATE KEY-----"
     assert redact(f"see {key} and ghp_{'a' * 36}") == "see [removed] and [removed]"
     monkeypatch.setenv("DB_PASSWORD", "correct-horse")

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# A real server, worker and training: minutes of work, so behind `make proofs`.
+pytestmark = pytest.mark.slow_proof
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,7 +23,18 @@ def emulator():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "gcp-storage-emulator"), "start", "--host", "127.0.0.1", "--port", str(port), "-M", "-q", "--default-bucket", "bkt"]
+    command = [
+        str(Path(sys.executable).parent / "gcp-storage-emulator"),
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "-M",
+        "-q",
+        "--default-bucket",
+        "bkt",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while True:
@@ -74,7 +88,10 @@ def test_training_in_a_bucket_survives_kill_9_and_a_change_of_machine(emulator, 
     stands = newest_step("gs://bkt/run")
     assert 4 <= stands < 14
     out = ended(repro(tmp_path / "b", "train", "tiny"))
-    assert f"resuming from {tmp_path}/b/runs/.gs/bkt/run/checkpoints/step{stands}" in out or f"step{stands}" in out
+    assert (
+        f"resuming from {tmp_path}/b/runs/.gs/bkt/run/checkpoints/step{stands}" in out
+        or f"step{stands}" in out
+    )
     assert newest_step("gs://bkt/run") == 14
     bucket, prefix = open_url("gs://bkt/run")
     log = bucket.read_bytes(f"{prefix}train/metrics.jsonl")[0].decode().splitlines()
@@ -82,6 +99,8 @@ def test_training_in_a_bucket_survives_kill_9_and_a_change_of_machine(emulator, 
     record = json.loads(bucket.read_bytes(f"{prefix}stages/train.json")[0])
     there = bucket.list(prefix)
     assert all(there[prefix + name].size == facts["bytes"] for name, facts in record["outputs"].items())
-    assert not [n for n in there if "/." in n.removeprefix(prefix)], "leases are given back, half-written files never sent"
+    assert not [n for n in there if "/." in n.removeprefix(prefix)], (
+        "leases are given back, half-written files never sent"
+    )
     again = ended(repro(tmp_path / "b", "train", "tiny"))
     assert "reused" in again

@@ -14,7 +14,13 @@ from pipelines.landmarks import Watched, evaluate_landmark, follow, survey, tick
 from pipelines.recipe import load_recipe
 
 STEPS = (2, 4, 6)
-FIELDS = ["train.steps=6", "train.landmarks=[2,4,6]", "launch.watch.retries=2", "launch.watch.retry_delay_seconds=0", "launch.watch.concurrency=2"]
+FIELDS = [
+    "train.steps=6",
+    "train.landmarks=[2,4,6]",
+    "launch.watch.retries=2",
+    "launch.watch.retry_delay_seconds=0",
+    "launch.watch.concurrency=2",
+]
 
 
 @pytest.fixture

@@ -1,0 +1,150 @@
+"""The plan: a small step compiled by XLA:TPU for a slice that exists; NOT FIT, refusals, cache, sweep.
+
+Each compile here is one layer kind over 256 tokens (about 8 CPU seconds); the full-size ones are `make plan`.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.errors import RecipeError
+from infra.topology import parse
+from model import plan
+from model.config import (
+    LayerKind,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from model.layout import count_params
+
+SMALL = ModelConfig(d_model=256, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=128, d_ff=512, window=128, vocab_size=1024,
+                    padded_vocab_size=1024, layer_pattern=(LayerKind.FULL,))  # fmt: skip
+REQUEST = plan.PlanRequest(SMALL, OptimizerConfig(), LossConfig(), NumericsConfig(mode="mixed"), MeshConfig(),
+                           TrainConfig(steps=1000), 256, 8)  # fmt: skip
+SLICE = parse("v5e:2x2")
+WORKER = """
+import json, sys
+from tests_plan import REQUEST, SLICE, SMALL, plan
+import dataclasses
+small = plan.make_plan(REQUEST, SLICE, price_per_chip_hour=1.2, cache=plan.Path(sys.argv[1]))
+wide = SMALL.model_copy(update={"vocab_size": 8_000_000, "padded_vocab_size": 8_000_000})
+large = plan.make_plan(dataclasses.replace(REQUEST, model=wide), SLICE)
+print(json.dumps([small, large]))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(plan that fits, plan that does not, the cache directory), made in a process of its own: libtpu stays out of this one."""
+    where = tmp_path_factory.mktemp("plan")
+    (where / "tests_plan.py").write_text(Path(__file__).read_text())
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{where}:{Path(__file__).resolve().parents[2]}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, str(where / "cache")], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    small, large = json.loads(done.stdout.strip().split("\n")[-1])
+    return small, large, where / "cache"
+
+
+def test_splash_attention_is_in_the_compiled_program(compiled):
+    """One kernel forward and one (fused) backward; the loop over layers holds them once."""
+    small = compiled[0]
+    assert small["splash_calls_compiled"] == small["splash_calls"] == 2
+
+
+def test_memory_is_the_state_split_over_the_devices(compiled):
+    """fp32 weights and two moments over 4 devices, within 2%: gains, window and batch are whole or small."""
+    small = compiled[0]
+    assert small["fits"] and small["devices"] == 4 and small["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert small["argument_bytes"] == pytest.approx(12 * count_params(SMALL) / 4, rel=0.02)
+    assert small["argument_bytes"] < small["bytes_per_device"] < small["memory_per_device"] == 16 * 2**30
+    assert small["alias_bytes"] == pytest.approx(small["argument_bytes"], rel=0.01)  # donated
+
+
+def test_figures_of_the_plan(compiled):
+    """By hand: 6 FLOPs per weight and token, 197 TFLOP/s per chip, four chips, 1.2 USD per chip and hour."""
+    small = compiled[0]
+    products = 4 * (4 * 256 * 256 + 3 * 256 * 512) + 256 * 1024
+    assert small["model_flops"] == pytest.approx(
+        6 * products * 2048 + 3 * 4 * 4 * 256 * 128.5 * 2048, rel=1e-12
+    )
+    assert small["roofline"]["compute"] == pytest.approx(small["model_flops"] / (4 * 197e12), rel=1e-12)
+    assert small["traced_over_formula"] == pytest.approx(1, abs=0.02)
+    assert small["price"] == pytest.approx(small["days"] * 24 * 4 * 1.2)
+    assert small["days"] == pytest.approx(small["step_seconds"] * 1000 / 86400)
+    assert "fits" in plan.text(small, 1000) and "NOT FIT" not in plan.text(small, 1000)
+
+
+def test_a_step_that_does_not_fit_names_its_largest_buffers(compiled):
+    large = compiled[1]
+    assert not large["fits"] and not large["compiled"]
+    shown = plan.text(large, 1000)
+    assert "NOT FIT" in shown and "exceeds available HBM" in shown
+    first = large["largest_arrays"][
+        0
+    ]  # bf16 logits of one slice of 512 tokens over 8 million classes, or as large
+    assert "8000000" in first["array"] and first["bytes"] == 512 * 8_000_000 * 2
+    assert "model/" in first["where"] and first["where"] in shown
+
+
+def test_the_same_request_is_not_compiled_twice(compiled, monkeypatch):
+    small, _, cache = compiled
+    monkeypatch.setattr(plan, "compile_step", lambda *a: pytest.fail("compiled again"))
+    again = plan.make_plan(REQUEST, SLICE, price_per_chip_hour=2.4, cache=cache)
+    assert again["price"] == pytest.approx(2 * small["price"])
+    assert {k: v for k, v in again.items() if k != "price"} == {
+        k: v for k, v in small.items() if k != "price"
+    }
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_compiling():
+    with pytest.raises(RecipeError, match=r"6 instances .* 4 batch shards"):
+        plan.check_batch(dataclasses.replace(REQUEST, global_batch_instances=6), 4)
+    micro = REQUEST.with_choice(MeshConfig(), "none", 3)
+    with pytest.raises(RecipeError, match="micro-batch of 3"):
+        plan.check_batch(micro, 1)
+    with pytest.raises(RecipeError, match="no mesh of 4 devices"):
+        plan.sweep(dataclasses.replace(REQUEST, global_batch_instances=3), SLICE)
+
+
+def test_a_sweep_ranks_what_fits_by_time_and_goes_on_after_a_refusal(monkeypatch):
+    """With a stand-in compiler: `none` does not fit, tensor 2 is refused."""
+
+    def compiler(request, slice_):
+        if request.mesh.tensor == 2:
+            raise RecipeError("d_model does not divide")
+        fits = request.numerics.remat != "none"
+        sizes = dict.fromkeys(
+            ("argument_bytes", "temporary_bytes", "output_bytes", "alias_bytes", "program_bytes"), 1
+        )
+        return {
+            "compiled": fits,
+            "why": "",
+            "mesh": {"data": 1, "fsdp": 4, "tensor": 1},
+            "traced_matmul_flops": 1.0,
+            "largest_arrays": [],
+            **sizes,
+        }
+
+    monkeypatch.setattr(plan, "compile_step", compiler)
+    plans, refused = plan.sweep(REQUEST, SLICE)
+    assert len(refused) == 8 and all("does not divide" in why for _, why in refused)
+    fits = [p["fits"] for p in plans]
+    assert fits == sorted(fits, reverse=True) and set(fits) == {True, False}
+    times = [p["step_seconds"] for p in plans if p["fits"]]
+    assert times == sorted(times)
+    assert {p["remat"] for p in plans} == {"none", "dots", "block", "full"}
