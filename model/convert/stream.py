@@ -10,6 +10,7 @@ is mapped, written and unmapped before the next.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -250,7 +251,7 @@ def convert(
                 rows,
                 dtype,
                 found.read,
-                partial(_shown, progress, done),
+                functools.partial(_shown, progress, done),
             )
         done += body
         size += body
