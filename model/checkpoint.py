@@ -27,6 +27,7 @@ from infra.errors import IdentityError, ReproError
 from model.config import ModelConfig
 
 MANIFEST, META, FORMAT = "MANIFEST.json", "meta.json", 1
+LAYOUT = "pattern-scan-v1"  # how layers are stacked in the tree; named in meta.json
 STEP = re.compile(r"^step(\d+)$")
 
 
@@ -119,6 +120,11 @@ def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) 
             f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again"
         )
     meta = read_json(directory / META)
+    if meta.get("layout", LAYOUT) != LAYOUT:
+        raise IdentityError(
+            f"{directory} holds layers in the layout {meta['layout']!r}, this code reads {LAYOUT!r}",
+            "export it with the version of this code that wrote it",
+        )
     out = {"params": _read_tree(directory / "params", abstract["params"])}
     if "opt" in abstract:
         rest = _read_tree(directory / "optimizer", {k: v for k, v in abstract.items() if k != "params"})

@@ -167,7 +167,7 @@ class Trainer:
             "identity": self.identity,
             "fingerprint": fingerprint(self.identity),
             "mesh": dict(self.step_spec.mesh.shape),
-            "layout": "pattern-scan-v1",
+            "layout": checkpoint.LAYOUT,
         }
 
     def run(self) -> dict[str, Any]:

@@ -152,6 +152,13 @@ def test_other_model_is_refused(tmp_path, spec, state, golden_cfg):
         restore(tmp_path, 1, step_lib.abstract_state(other))
 
 
+def test_other_layout_is_refused(tmp_path, spec, state):  # B3
+    with Saver(tmp_path) as saver:
+        saver.save(1, state, {**meta(spec), "layout": "one-by-one-v9"})
+    with pytest.raises(IdentityError, match="one-by-one-v9"):
+        restore(tmp_path, 1, step_lib.abstract_state(spec))
+
+
 def test_meta_is_plain_json(tmp_path, spec, state):
     save(tmp_path, 1, state, spec)
     record = json.loads((tmp_path / "step1" / "meta.json").read_text())

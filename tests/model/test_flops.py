@@ -45,7 +45,7 @@ def test_walking_a_program_counts_every_device_of_a_shard_map():
     (product,) = [a for a in largest_arrays(jaxpr, 4) if a["made_by"] == "dot_general"]
     assert (
         product["bytes"] == 2 * 8 * 4
-        and product["array"] == "float32[2,8]"
+        and product["array"].startswith("float32[2,8]")
         and "test_flops.py" in product["where"]
     )
 

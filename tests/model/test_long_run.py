@@ -3,18 +3,25 @@
 A spike after step 64 must be skipped by both, the schedule hands over at step 150, one instance per batch is masked in
 the second half. Must hold: per-step CE within 2e-5, same steps skipped, final weights within 1e-5 relative L2.
 
-What was tried, and what is measured. An earlier form of this test (other settings, not kept) gave 3.7e-5 with 2,048 ids,
-and the ids were folded to 512 after that failure was seen. That figure could not be repeated: with 2,048 ids and the
-schedule below the distance is 1.7e-6, so the test is back at 2,048. Measured on this run, relative L2 of the final weights:
+What was tried: an earlier form (settings not kept) gave 3.7e-5 with 2,048 ids, and the ids were folded to 512 after that
+failure was seen. With 2,048 ids and the schedule below that figure does not come back, so the test uses 2,048 again. With no
+folding at all (4,968 ids in 10,240 rows) the distance is over the limit. Measured once each, relative L2 of final weights:
 
-    ours to OLMo-core                                1.7e-6
-    OLMo-core to itself, micro-batch 2 instead of 4  0.6e-6
-    OLMo-core to itself, weights moved by one ulp    0.9e-6
-    to a float64 run of OLMo-core: ours 0.7e-6, OLMo-core in fp32 2.0e-6, with micro-batch 2 1.5e-6, one ulp 1.3e-6
+                                              2,048 rows   10,240 rows
+    ours to OLMo-core                           1.7e-6       1.9e-5
+    OLMo-core to itself, micro-batch 2          0.6e-6       0.7e-6
+    OLMo-core to itself, weights moved one ulp  0.9e-6       not run
+    ours to OLMo-core in float64                0.7e-6       1.1e-6
+    OLMo-core in fp32 to itself in float64      2.0e-6       1.9e-5
+    the same with micro-batch 2                 1.5e-6       1.9e-5
 
-In every pair one embedding row, the same, holds most of the squared distance (0.40 to 0.85), also when OLMo-core is compared
-with itself. So the distance is fp32 rounding that Adam amplifies in a rarely seen row, and ours is the smaller part of it.
-That the 3.7e-5 had the same cause is a hypothesis; it was not measured.
+(float64: model, loss and optimizer in double, with `Tensor.float` made to keep doubles; RoPE tables stay fp32. In 10,240 rows
+CE differs by 1.9e-5 at most and neither side skips, so that run does not test skipping.)
+
+What this shows: the distance is an error of the fp32 run of OLMo-core, not of ours. Random rounding amplified by Adam does
+NOT explain it: OLMo-core with another micro-batch stays within 0.7e-6 of itself and shares the 1.9e-5. Most of it lies in a
+few rarely seen embedding rows. Hypothesis, not measured: torch's fp32 gradient norm, known to be off for large tensors, enters
+through the clip factor, and Adam does not cancel it where moments are tiny. Whether the 3.7e-5 was the same is not known.
 """
 
 import functools
