@@ -11,6 +11,7 @@ The surprising thing: causal and sliding attention are counted as what a query c
 """
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.config import LayerKind, ModelConfig
@@ -103,6 +104,7 @@ def largest_arrays(jaxpr: Any, devices: int, top: int = 8) -> list[dict[str, Any
     from jax._src import source_info_util
 
     found: dict[tuple[str, str], dict[str, Any]] = {}
+    here = f"{Path(__file__).resolve().parent.parent}/"
 
     def walk(jaxpr: Any, split: int) -> None:
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -111,7 +113,9 @@ def largest_arrays(jaxpr: Any, devices: int, top: int = 8) -> list[dict[str, Any
                 walk(sub, 1 if name == "shard_map" else split)
             if name not in MATERIAL:
                 continue
-            where = source_info_util.summarize(eqn.source_info)
+            where = (
+                source_info_util.summarize(eqn.source_info).rpartition("site-packages/")[2].removeprefix(here)
+            )
             for var in eqn.outvars:
                 size = math.prod(var.aval.shape) * var.aval.dtype.itemsize // split
                 key = (var.aval.str_short(), where)

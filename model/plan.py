@@ -232,6 +232,10 @@ def describe(
         "traced_over_formula": compiled["traced_matmul_flops"]
         / (flops.matmul + recomputed_matmul - core_again),
         "roofline": times,
+        "bytes_moved": {
+            "hbm": times["hbm"] * slice_.type.memory_bandwidth / slice_.type.devices_per_chip,
+            "links": times["links"] * slice_.type.link_bandwidth / slice_.type.devices_per_chip,
+        },
         "step_seconds": seconds,
         "bound_by": max(times, key=lambda k: times[k]),
         "mfu_bound": flops.model / (seconds * slice_.flops_per_device * slice_.devices),
@@ -355,6 +359,8 @@ def text(plan: dict[str, Any], steps: int) -> str:
         f"traced / formula {plan['traced_over_formula']:.4f})",
         f"roofline           {plan['step_seconds']:.2f} s per step, bound by {plan['bound_by']} "
         f"(compute {r['compute']:.2f}, HBM {r['hbm']:.2f}, links {r['links']:.2f} s)",
+        f"bytes moved        per device and step at least {plan['bytes_moved']['hbm'] / gib:.2f} GiB of HBM, "
+        f"{plan['bytes_moved']['links'] / gib:.2f} GiB over links",
         f"at that bound      MFU {plan['mfu_bound']:.1%}, {plan['tokens_per_second']:,.0f} tokens/s, "
         f"{plan['days']:.1f} days for {steps:,} steps",
         f"price              {'unknown' if plan['price'] is None else format(plan['price'], ',.0f') + ' USD'}",

@@ -1,6 +1,6 @@
 """Evaluation speed beside lm-eval's own HF model: same weights, same items, same CPU, same answers.
 
-    python tests/benchmarks/bench_evals.py [--items 4] [--batch 1 8] [--rounds 3] [--limit 420]
+    python tests/benchmarks/bench_evals.py [--items 4] [--batch 1 8] [--rounds 3] [--limit 420] [--threads 2]
 
 Model: the tiny recipe's shape (width 64, 4 layers, 100,352 classes), random weights, fp32, context 256. Every round runs each side once, in
 turn, until `--rounds` or `--limit` seconds are reached (a round that has begun is finished); the first call of ours, which compiles, is timed
@@ -41,12 +41,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no new round begins")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of torch; on a busy machine 1 is fairer to it"
+    )
     args = parser.parse_args()
     import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     model = ModelConfig(d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=256, window=64)
     leaves, tree = jax.tree.flatten(abstract_params(model))
     rng = np.random.default_rng(0)

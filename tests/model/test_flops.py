@@ -39,7 +39,7 @@ def test_walking_a_program_counts_every_device_of_a_shard_map():
     """Inside a shard_map shapes are of one device: 4 devices, each multiplying [2,8] x [8,8]."""
     mesh, spec = jax.sharding.AbstractMesh((4,), ("x",)), jax.sharding.PartitionSpec("x")
     whole = jax.sharding.PartitionSpec()
-    program = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(spec, whole), out_specs=spec)
+    program = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(spec, whole), out_specs=spec)
     jaxpr = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8)))
     assert traced_matmul_flops(jaxpr) == 2 * 8**3
     (product,) = [a for a in largest_arrays(jaxpr, 4) if a["made_by"] == "dot_general"]
