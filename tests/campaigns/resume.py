@@ -278,11 +278,14 @@ def page(record: dict[str, Any]) -> str:
         )
     pace = record["pace"]
     real = [t for t in record["trials"] if t["trial"]]
+    hit = [t for t in real if any(b["landed"] for b in t["blows"])]
     return "\n".join(
         [
             "# Resume campaign", "",
-            f"`make resume-campaign` (seed {record['seed']}): {len(real)} trials, "
-            f"{sum(not t['different'] for t in real)} bit-equal to the straight run, in {record['seconds'] / 60:.1f} minutes.",
+            f"`make resume-campaign` (seed {record['seed']}): {len(real)} trials in {record['seconds'] / 60:.1f} minutes, "
+            f"{len(hit)} of them really interrupted; {sum(not t['different'] for t in hit)} of these {len(hit)} are bit-equal to the "
+            "straight run.",
+            "An interruption that comes after the last step does not land and proves nothing; it is counted apart.",
             "Made by `tests/campaigns/resume.py`; every interruption of every trial is in `resume-campaign.json`.", "",
             f"Run: {record['about']}. On the straight run: {pace['start']:.1f} s to the first step, "
             f"{pace['step'] * 1000:.0f} ms per step, {pace['save'] * 1000:.0f} ms per save. "

@@ -13,6 +13,22 @@ from model.config import ModelConfig, NumericsConfig
 CONTEXT = 96
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """Programs compiled by one test serve the others: scorers and trainers of equal shapes are built again and again here."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.fixture(scope="session")
 def model_cfg() -> ModelConfig:
     """4 layers of width 16; the window of 24 is shorter than the context of 96."""

@@ -16,9 +16,8 @@ CFG = ModelConfig(
 )  # fmt: skip
 
 
-def main() -> None:
-    """argv[1]: number of devices the weights are spread over."""
-    devices = int(sys.argv[1])
+def run(devices: int) -> None:
+    """Scores with the weights spread over so many devices, as one JSON line."""
     leaves, tree = jax.tree.flatten(abstract_params(CFG))
     rng = np.random.default_rng(0)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
@@ -36,6 +35,12 @@ def main() -> None:
     scored = scorer.score(params, requests)
     used = len({d for leaf in jax.tree.leaves(params) for d in leaf.sharding.device_set})
     print(json.dumps({"devices": used, "totals": [s.total for s in scored]}))
+
+
+def main() -> None:
+    """One line per number of devices in argv."""
+    for devices in sys.argv[1:]:
+        run(int(devices))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from evals.scoring import Request
 from evals.tasks import choose_items, quiet
 
 CONTEXT = 96
-ITEMS = 6
+ITEMS = 4
 
 
 @pytest.fixture(scope="module")

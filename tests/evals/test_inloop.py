@@ -14,7 +14,7 @@ NAMES = (
     "copycolors_10way_fast",
     "openbook_qa",
 )
-ITEMS = 5
+ITEMS = 3
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_the_weights_is_named(pair, fault):
     name, out, cfg = pair
-    if name == "gqa" and fault == "q and k norm":
-        pytest.skip("with grouped heads the two gains have different shapes")
+    if name != "plain" and (name, fault) not in (("gqa", "two layers"), ("yarn", "q and k norm")):
+        pytest.skip("every fault on plain weights, one of them on each other kind")
     break_it, at, part, said = FAULTS[fault]
     params = import_hf(out, cfg)
     break_it(params, cfg)

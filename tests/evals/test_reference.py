@@ -201,8 +201,9 @@ def test_step0_export_equals_write_init(straight, tmp_path):
     assert config["vocab_size"] == V and config["dtype"] == "float32"
 
 
+@pytest.mark.slow_proof
 def test_init_goldens_of_the_sheet():
-    """olmo3_190M, seed 0, CPU (sheet 1.6): the draw order reaches from the embeddings to the head."""
+    """Builds 190M weights, so a long proof; `tests/model/test_init.py` holds our draws to the same goldens. olmo3_190M, seed 0, CPU (sheet 1.6): the draw order reaches from the embeddings to the head."""
     from evals.reference.olmo_core_model import build_initialised
     from model.config import olmo3_size
 
