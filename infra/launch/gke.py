@@ -73,7 +73,7 @@ def render(job: Job) -> Spec:
         ),
         volume_mounts=[
             k8s.V1VolumeMount(name="bucket", mount_path=f"/gcs/{bucket}"),
-            k8s.V1VolumeMount(name="work", mount_path="/work"),
+            k8s.V1VolumeMount(name="work", mount_path="/scratch"),
             k8s.V1VolumeMount(name="shm", mount_path="/dev/shm"),
         ],
         security_context=k8s.V1SecurityContext(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infra.errors import ReproError
 
-WORK = "/work/run"
+WORK = "/scratch/run"
 TAKEOVER_SECONDS = 300.0  # a lost machine holds its lease for two minutes and a half
 
 

@@ -364,7 +364,7 @@ def test_the_page_in_a_real_browser(whole, tmp_path):
     every outside request, and a breach would be a console error."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("no chromium on this machine; `make browser-test` needs one")
+        pytest.skip("no chromium on this machine; install one to run this test")
     page = build(whole)
     assert "default-src 'none'" in page.read_text()
 
