@@ -30,6 +30,7 @@ _quiet_names: set[str] = set()
 
 
 def parse_flags(state_dir: Path) -> None:
+    """Name XManager's database, once per process and also where a library (grain's workers) has parsed flags before."""
     from absl import flags
 
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,9 @@ def parse_flags(state_dir: Path) -> None:
         f"  db_name: {state_dir.resolve() / 'xm.sqlite3'}\n"
     )
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["repro", f"--xm_db_yaml_config_path={config.resolve()}"], known_only=True)
+        flags.FLAGS(["repro"], known_only=True)
+    if flags.FLAGS.xm_db_yaml_config_path is None:
+        flags.FLAGS.xm_db_yaml_config_path = str(config.resolve())
 
 
 def _print_line(name: str, line: str) -> None:
