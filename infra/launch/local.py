@@ -30,8 +30,9 @@ _quiet_names: set[str] = set()
 
 
 def parse_flags(state_dir: Path) -> None:
-    """Name XManager's database, once per process and also where a library (grain's workers) has parsed flags before."""
+    """Name XManager's database, once per process; the data loader may have marked the flags as parsed before."""
     from absl import flags
+    from xmanager import xm_flags
 
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "xm_db.yaml"
@@ -41,8 +42,8 @@ def parse_flags(state_dir: Path) -> None:
     )
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["repro"], known_only=True)
-    if flags.FLAGS.xm_db_yaml_config_path is None:
-        flags.FLAGS.xm_db_yaml_config_path = str(config.resolve())
+    if xm_flags.DB_YAML_CONFIG_PATH.value is None:
+        flags.FLAGS[xm_flags.DB_YAML_CONFIG_PATH.name].value = str(config.resolve())
 
 
 def _print_line(name: str, line: str) -> None:

@@ -2,6 +2,8 @@
 small API server over real HTTP; resume until done."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -361,6 +363,17 @@ def test_gke_experiment_is_in_xmanagers_database(cluster, tmp_path):
     database = next(line.split(": ", 1)[1] for line in config if "db_name" in line)
     with sqlite3.connect(database) as db:
         assert db.execute("select count(*) from job where job_data like '%repro-a%'").fetchone()[0] >= 1
+
+
+@pytest.mark.parametrize("before", ["", "flags.FLAGS.mark_as_parsed()"])
+def test_database_is_named_also_where_flags_count_as_parsed(tmp_path, before):
+    code = (
+        f"import pathlib\nfrom absl import flags\n{before}\nfrom infra.launch.local import parse_flags\n"
+        f"parse_flags(pathlib.Path({str(tmp_path)!r}))\n"
+        "from xmanager.xm_local.storage import database\nprint(database.db_settings().db_name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "xm.sqlite3")
 
 
 def test_local_job_cancel_stops_the_whole_group(tmp_path):
