@@ -11,10 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from evals.reference.spec import ReferenceSpec, check_possible, segments
-from infra.artifacts import canonical, read_json, write_json_atomic
+from infra.artifacts import canonical, differences, read_json, write_json_atomic
 from infra.errors import IdentityError, LaunchError
 from infra.owner import owner_environment
 from infra.progress import Progress
@@ -62,26 +61,15 @@ def write_spec(spec: ReferenceSpec) -> Path:
     """Write `spec.json`, or check that the one that stands is the same reference."""
     path = Path(spec.out) / "spec.json"
     if path.is_file():
-        differing = first_difference(read_json(path), canonical(spec))
-        if differing:
+        changed = differences(read_json(path), canonical(spec))
+        if changed:
             raise IdentityError(
-                f"{path.parent} holds another reference run: {differing}",
+                f"{path.parent} holds another reference run: {', '.join(changed[:6])}",
                 "use a fresh run directory, or remove this one",
             )
         return path
     write_json_atomic(path, canonical(spec))
     return path
-
-
-def first_difference(old: Any, new: Any, where: str = "") -> str:
-    """The first field in which two JSON values differ, as text; empty when they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            found = first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
-            if found:
-                return found
-        return ""
-    return "" if old == new else f"{where} was {old!r} and now is {new!r}"
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TPU slices on GKE: our executor on XManager's interfaces, which renders and submits a JobSet.
+"""TPU slices on GKE: renders a JobSet and submits it through our XManager executor.
 
     spec = render(job)                                  # a plain dict, exactly what is sent
     handle = launch_gke(job, namespace="default")       # through XManager's experiment and database
@@ -12,18 +12,13 @@ Sources: JobSet API v1alpha2 (kubernetes-sigs/jobset @ f22237a, failure policy);
 GKE" (node selectors), "Cloud Storage FUSE CSI driver" (volumes), "Spot VMs", "flex-start".
 """
 
-import asyncio
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attr
-from xmanager import xm
-from xmanager.xm_local import executables, handles, registry
-
 from infra.errors import LaunchError
+from infra.launch.executor import submit
 from infra.launch.job import PREEMPTED_CODE, Job, Spec, Status, command, environment, require, status_of
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
@@ -263,39 +258,6 @@ class JobSets:
         ).splitlines()
 
 
-@attr.s(auto_attribs=True)
-class GkeHandle(handles.ExecutionHandle):
-    """A JobSet. XManager's handle interface (async `wait`, `stop`, `save_to_storage`) and ours through `GkeJob`."""
-
-    job: "GkeJob"
-
-    async def wait(self) -> None:
-        status = await asyncio.to_thread(self.job.wait)
-        if status == Status.FAILED:
-            raise RuntimeError(f"JobSet {self.job.name} failed")
-
-    def get_status(self) -> Any:
-        from xmanager.xm_local import status
-
-        kinds = status.LocalWorkUnitStatusEnum
-        by_status = {
-            Status.SUCCEEDED: kinds.COMPLETED,
-            Status.FAILED: kinds.FAILED,
-            Status.CANCELLED: kinds.CANCELLED,
-        }
-        return status.LocalWorkUnitStatus(status=by_status.get(self.job.status(), kinds.RUNNING))
-
-    def stop(self) -> None:
-        self.job.cancel()
-
-    def save_to_storage(self, experiment_id: int, work_unit_id: int) -> None:
-        from xmanager.xm_local.storage import database
-
-        database.database().insert_kubernetes_job(
-            experiment_id, work_unit_id, self.job.api.namespace, self.job.name
-        )
-
-
 class GkeJob:
     """Our handle of a JobSet."""
 
@@ -355,51 +317,6 @@ class GkeJob:
         self.api.delete(self.name)
 
 
-@attr.s(auto_attribs=True)
-class GkeTpuSpec(xm.ExecutorSpec):
-    """Where the image is pushed. We package nothing: the image is named in the recipe."""
-
-    push_image_tag: str | None = None
-
-
-@attr.s(auto_attribs=True)
-class GkeTpu(xm.Executor):
-    """XManager executor of one TPU slice on GKE."""
-
-    job: Job
-    api: Any
-    poll_seconds: float = POLL_SECONDS
-    handle: Any = None
-
-    Spec = GkeTpuSpec
-
-    def __attrs_post_init__(self) -> None:
-        registry.register(GkeTpu, launch=_launch)
-
-    @classmethod
-    async def launch(
-        cls, local_experiment_unit: Any, job_group: xm.JobGroup
-    ) -> Sequence[handles.ExecutionHandle]:
-        return await _launch(local_experiment_unit, job_group)
-
-
-async def _launch(unit: Any, group: xm.JobGroup) -> Sequence[handles.ExecutionHandle]:
-    """Submit every job of the group that is ours, and give the handles to the work unit and the database.
-
-    XManager's own list takes handles of its two cloud executors only, so we add ours.
-    """
-    made = []
-    for xm_job in xm.job_operators.collect_jobs_by_filter(group, lambda j: isinstance(j.executor, GkeTpu)):
-        executor = xm_job.executor
-        executor.api.create(render(executor.job))
-        executor.handle = GkeJob(executor.api, executor.job.name, executor.poll_seconds)
-        handle = GkeHandle(executor.handle)
-        unit._non_local_execution_handles.append(handle)
-        handle.save_to_storage(unit.experiment_id, unit.work_unit_id)
-        made.append(handle)
-    return made
-
-
 def standing(job: Job, api: JobSets, poll_seconds: float = POLL_SECONDS) -> GkeJob | None:
     """The job of this name if it is still at work; one that has ended is deleted to make room."""
     if api.get(job.name) is None:
@@ -420,21 +337,14 @@ def standing(job: Job, api: JobSets, poll_seconds: float = POLL_SECONDS) -> GkeJ
 
 def launch_gke(job: Job, api: JobSets, state_dir: Path, poll_seconds: float = POLL_SECONDS) -> GkeJob:
     """Submit through an XManager experiment; returns at once. A JobSet of this name that still runs is taken over."""
-    from xmanager import xm_local
 
-    from infra.launch.local import parse_flags, starting
+    def start() -> GkeJob:
+        api.create(render(job))
+        return GkeJob(api, job.name, poll_seconds)
 
-    running = standing(job, api, poll_seconds)
-    if running is not None:
-        return running
-    parse_flags(state_dir)
-    executor = GkeTpu(job, api, poll_seconds)
+    def record(made: GkeJob, experiment_id: int, work_unit_id: int) -> None:
+        from xmanager.xm_local.storage import database
 
-    async def submit() -> None:
-        async with xm_local.create_experiment(f"repro {job.name}") as experiment:
-            image = executables.GoogleContainerRegistryImage(name=job.name, image_path=job.image)
-            await experiment.add(xm.Job(image, executor, name=job.name))
+        database.database().insert_kubernetes_job(experiment_id, work_unit_id, api.namespace, made.name)
 
-    with starting(state_dir):
-        asyncio.run(submit())
-    return executor.handle
+    return standing(job, api, poll_seconds) or submit(job, start, record, state_dir)

@@ -1,4 +1,4 @@
-"""TPU slices on Vertex AI: our executor on XManager's interfaces, which builds the CustomJob proto.
+"""TPU slices on Vertex AI: builds the CustomJob proto and submits it through our XManager executor.
 
     custom_job = render(job, "my-project")                       # google.cloud.aiplatform_v1.CustomJob
     handle = launch_vertex(job, VertexApi("my-project", "us-east5"), state_dir=…)
@@ -12,18 +12,13 @@ error message, which is where we read it.
 Source: Vertex AI documentation, "Training with TPU accelerators"; REST reference of CustomJobSpec.
 """
 
-import asyncio
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attr
-from xmanager import xm
-from xmanager.xm_local import executables, handles, registry
-
 from infra.errors import LaunchError, RecipeError
+from infra.launch.executor import submit
 from infra.launch.job import Job, Status, command, environment, require, status_of
 
 TYPES = ("v5e", "v6e")
@@ -206,95 +201,19 @@ class VertexJob:
         self.api.cancel(self.resource)
 
 
-@attr.s(auto_attribs=True)
-class VertexHandle(handles.ExecutionHandle):
-    """XManager's handle interface over `VertexJob`."""
-
-    job: VertexJob
-
-    async def wait(self) -> None:
-        if await asyncio.to_thread(self.job.wait) == Status.FAILED:
-            raise RuntimeError(f"CustomJob {self.job.name} failed")
-
-    def get_status(self) -> Any:
-        from xmanager.xm_local import status
-
-        kinds = status.LocalWorkUnitStatusEnum
-        by_status = {
-            Status.SUCCEEDED: kinds.COMPLETED,
-            Status.FAILED: kinds.FAILED,
-            Status.CANCELLED: kinds.CANCELLED,
-        }
-        return status.LocalWorkUnitStatus(status=by_status.get(self.job.status(), kinds.RUNNING))
-
-    def stop(self) -> None:
-        self.job.cancel()
-
-    def save_to_storage(self, experiment_id: int, work_unit_id: int) -> None:
-        from xmanager.xm_local.storage import database
-
-        database.database().insert_vertex_job(experiment_id, work_unit_id, self.job.resource)
-
-
-@attr.s(auto_attribs=True)
-class VertexTpuSpec(xm.ExecutorSpec):
-    """We package nothing: the image is named in the recipe."""
-
-    push_image_tag: str | None = None
-
-
-@attr.s(auto_attribs=True)
-class VertexTpu(xm.Executor):
-    """XManager executor of one TPU machine on Vertex AI."""
-
-    job: Job
-    api: Any
-    poll_seconds: float = POLL_SECONDS
-    handle: Any = None
-
-    Spec = VertexTpuSpec
-
-    def __attrs_post_init__(self) -> None:
-        registry.register(VertexTpu, launch=_launch)
-
-    @classmethod
-    async def launch(
-        cls, local_experiment_unit: Any, job_group: xm.JobGroup
-    ) -> Sequence[handles.ExecutionHandle]:
-        return await _launch(local_experiment_unit, job_group)
-
-
-async def _launch(unit: Any, group: xm.JobGroup) -> Sequence[handles.ExecutionHandle]:
-    made = []
-    for xm_job in xm.job_operators.collect_jobs_by_filter(group, lambda j: isinstance(j.executor, VertexTpu)):
-        executor = xm_job.executor
-        resource = executor.api.create(executor.job)
-        executor.handle = VertexJob(executor.api, resource, executor.job, executor.poll_seconds)
-        handle = VertexHandle(executor.handle)
-        unit._non_local_execution_handles.append(handle)
-        handle.save_to_storage(unit.experiment_id, unit.work_unit_id)
-        made.append(handle)
-    return made
-
-
 def launch_vertex(job: Job, api: VertexApi, state_dir: Path, poll_seconds: float = POLL_SECONDS) -> VertexJob:
     """Submit through an XManager experiment; returns at once. A job of this name that still runs is taken over."""
-    from xmanager import xm_local
-
-    from infra.launch.local import parse_flags, starting
-
     machine_type(job)
+
+    def start() -> VertexJob:
+        return VertexJob(api, api.create(job), job, poll_seconds)
+
+    def record(made: VertexJob, experiment_id: int, work_unit_id: int) -> None:
+        from xmanager.xm_local.storage import database
+
+        database.database().insert_vertex_job(experiment_id, work_unit_id, made.resource)
+
     running = api.running(job)
     if running is not None:
         return VertexJob(api, running, job, poll_seconds)
-    parse_flags(state_dir)
-    executor = VertexTpu(job, api, poll_seconds)
-
-    async def submit() -> None:
-        async with xm_local.create_experiment(f"repro {job.name}") as experiment:
-            image = executables.GoogleContainerRegistryImage(name=job.name, image_path=job.image)
-            await experiment.add(xm.Job(image, executor, name=job.name))
-
-    with starting(state_dir):
-        asyncio.run(submit())
-    return executor.handle
+    return submit(job, start, record, state_dir)

@@ -333,7 +333,7 @@ def test_runner_reports_a_failing_child(tmp_path):
 
 def test_another_reference_in_the_directory_is_refused(tmp_path):
     write_spec(spec_in(tmp_path))
-    with pytest.raises(IdentityError, match="seed was 7 and now is 8"):
+    with pytest.raises(IdentityError, match=r"seed \(7 -> 8\)"):
         write_spec(spec_in(tmp_path, seed=8))
 
 
