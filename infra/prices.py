@@ -1,6 +1,8 @@
 """US dollars per chip and hour, on demand. A plan's price is only as good as this table: edit it, or pass `--prices`.
 
-Source: Google Cloud TPU pricing page, us-central1/us-east5 list prices as of 2025; tpu7x has no public list price.
+Source: https://cloud.google.com/tpu/pricing, lowest US region, without commitment. The page is rendered by script, so the
+figures were checked against public texts that quote it: v4, v5e and v5p (2024 to 2025), v6e in us-east5 and tpu7x in
+us-central1 (August 2026). Prices change and differ by region; a plan is made with what stands here.
 """
 
 import json
@@ -13,7 +15,7 @@ USD_PER_CHIP_HOUR: dict[str, float | None] = {
     "v5e": 1.20,
     "v5p": 4.20,
     "v6e": 2.70,
-    "tpu7x": None,
+    "tpu7x": 12.00,
 }
 
 

@@ -5,8 +5,9 @@
 XManager accepts any shape that looks like one (`3x7x13`), so we validate here, before anything is launched.
 The surprising thing: a tpu7x chip is two JAX devices, every other chip is one.
 
-Source: Google Cloud TPU documentation, pages "TPU v4", "v5e", "v5p", "v6e" and "TPU7x (Ironwood)", system
-architecture tables; GKE names from "Plan TPUs in GKE". Peak figures are dense bf16 per chip.
+Every figure has its page beside it. `link_bandwidth` is one direction over all links of a chip: half of the
+"bidirectional ICI bandwidth" of the newer pages, equal to the "interchip interconnect BW" of the older ones.
+GKE names: https://docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus
 """
 
 import math
@@ -40,33 +41,22 @@ GIB = 2.0**30
 TYPES = {
     t.name: t
     for t in (
-        ChipType(
-            "v4", 32 * GIB, 275e12, 1.228e12, 300e9, 1, 4, False, 4096, "tpu-v4-podslice", "ct4p-hightpu-4t"
-        ),
-        ChipType(
-            "v5e",
-            16 * GIB,
-            197e12,
-            0.819e12,
-            200e9,
-            1,
-            4,
-            True,
-            256,
-            "tpu-v5-lite-podslice",
-            "ct5lp-hightpu-4t",
-        ),
-        ChipType(
-            "v5p", 95 * GIB, 459e12, 2.765e12, 600e9, 1, 4, False, 6144, "tpu-v5p-slice", "ct5p-hightpu-4t"
-        ),
-        ChipType(
-            "v6e", 32 * GIB, 918e12, 1.64e12, 400e9, 1, 4, True, 256, "tpu-v6e-slice", "ct6e-standard-4t"
-        ),
-        ChipType(
-            "tpu7x", 192 * GIB, 2307e12, 7.38e12, 600e9, 2, 4, False, 9216, "tpu7x", "tpu7x-standard-4t"
-        ),
+        # https://docs.cloud.google.com/tpu/docs/v4: 275 TFLOPS bf16, 32 GiB, 1,200 GB/s (1,228 in "TPU v4", ISCA 2023,
+        # https://arxiv.org/abs/2304.01433, table 4, as are six links of 50 GB/s), 4,096 chips.
+        ChipType("v4", 32 * GIB, 275e12, 1.2e12, 300e9, 1, 4, False, 4096, "tpu-v4-podslice", "ct4p-hightpu-4t"),
+        # https://docs.cloud.google.com/tpu/docs/v5e: 197 TFLOPs bf16, 16 GB, 819 GB/s, ICI 400 GB/s in both directions
+        # (1,600 Gbps), 256 chips, 2-D torus.
+        ChipType("v5e", 16 * GIB, 197e12, 0.819e12, 200e9, 1, 4, True, 256, "tpu-v5-lite-podslice", "ct5lp-hightpu-4t"),
+        # https://docs.cloud.google.com/tpu/docs/v5p: 459 TFLOPs bf16, 95 GiB, 2,765 GB/s, ICI 1,200 GB/s in both
+        # directions (4,800 Gbps), 8,960 chips of which one job takes at most 6,144.
+        ChipType("v5p", 95 * GIB, 459e12, 2.765e12, 600e9, 1, 4, False, 6144, "tpu-v5p-slice", "ct5p-hightpu-4t"),
+        # https://docs.cloud.google.com/tpu/docs/v6e: 918 TFLOPs bf16, 32 GB, 1,638 GB/s, ICI 800 GB/s in both directions.
+        ChipType("v6e", 32 * GIB, 918e12, 1.638e12, 400e9, 1, 4, True, 256, "tpu-v6e-slice", "ct6e-standard-4t"),
+        # https://docs.cloud.google.com/tpu/docs/tpu7x: 2,307 TFLOPs bf16, 192 GiB, 7,380 GB/s, ICI 1,200 GB/s in both
+        # directions, 9,216 chips, two devices per chip.
+        ChipType("tpu7x", 192 * GIB, 2307e12, 7.38e12, 600e9, 2, 4, False, 9216, "tpu7x", "tpu7x-standard-4t"),
     )
-}
+}  # fmt: skip
 FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
@@ -79,8 +69,9 @@ TPU_KINDS = {
     "TPU v6 lite": "v6e",
     "TPU7x": "tpu7x",
 }
-# Peak dense bf16 FLOP/s of GPUs by a part of their name. Source: NVIDIA data sheets "A100 Tensor Core GPU" (312),
-# "H100 Tensor Core GPU" SXM (1,979 with sparsity, half of it dense), "H200", "HGX B200" (4,500 with sparsity).
+# Peak dense bf16 FLOP/s of GPUs by a part of their name. Source: NVIDIA data sheets "A100 Tensor Core GPU" (312 dense),
+# "H100 Tensor Core GPU" SXM and "H200" (1,979 with sparsity, half of it dense), "HGX B200" (36 PFLOPS with sparsity for
+# eight, 2,250 dense for one).
 GPU_BF16_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
 
 

@@ -5,11 +5,13 @@
     step<k>/MANIFEST.json        sha256 and size of every file above; written last
 
 A directory without a fitting manifest is not a checkpoint: it is named, skipped and never deleted by a reader.
+Several processes write one checkpoint together: each its own parts, process 0 the manifest, once all parts are there.
 The surprising thing: the state is copied on the devices before `save` returns, because the next step reuses (donates)
 its buffers while the writer still works.
 """
 
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -29,6 +31,8 @@ from model.config import ModelConfig
 MANIFEST, META, FORMAT = "MANIFEST.json", "meta.json", 1
 LAYOUT = "pattern-scan-v1"  # how layers are stacked in the tree; named in meta.json
 STEP = re.compile(r"^step(\d+)$")
+BARRIER_SECONDS = 1800  # hosts wait so long for each other's parts, and for the digests
+_saves = itertools.count()  # every process counts alike, so a barrier's name is never used twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,12 @@ def problem(directory: Path, verify: bool = False) -> str | None:
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             return f"format {manifest['format']}, this code reads {FORMAT}"
-    except (ReproError, KeyError, TypeError) as e:
+        for name, entry in files.items():
+            if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+                return f"broken manifest: {name!r} lies outside the checkpoint"
+            if not isinstance(entry["sha256"], str) or not isinstance(entry["bytes"], int):
+                return f"broken manifest: no digest and size of {name}"
+    except (ReproError, KeyError, TypeError, AttributeError) as e:
         return f"broken manifest: {e}"
     for name, entry in files.items():
         path = directory / name
@@ -62,7 +71,7 @@ def problem(directory: Path, verify: bool = False) -> str | None:
     if verify:
         actual = digest_tree(directory)
         for name, entry in files.items():
-            if actual[name]["sha256"] != entry["sha256"]:
+            if actual.get(name, {}).get("sha256") != entry["sha256"]:
                 return f"{name} is corrupt: its digest differs from the manifest"
     return None
 
@@ -104,7 +113,15 @@ def read_meta(root: str | Path, step: int) -> dict[str, Any]:
     why = problem(directory)
     if why is not None:
         raise IdentityError(f"{directory} is not a committed checkpoint: {why}", "choose another step")
-    return read_json(directory / META)
+    return _meta(directory)
+
+
+def _meta(directory: Path) -> dict[str, Any]:
+    """The record beside the arrays."""
+    meta = read_json(directory / META)
+    if not isinstance(meta, dict):
+        raise IdentityError(f"{directory / META} is no object", "choose another step")
+    return meta
 
 
 def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
@@ -119,7 +136,7 @@ def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) 
         raise IdentityError(
             f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again"
         )
-    meta = read_json(directory / META)
+    meta = _meta(directory)
     if meta.get("layout", LAYOUT) != LAYOUT:
         raise IdentityError(
             f"{directory} holds layers in the layout {meta['layout']!r}, this code reads {LAYOUT!r}",
@@ -136,7 +153,7 @@ def restore_params(root: str | Path, step: int, *, verify: bool = True) -> tuple
     """(weights as float32 numpy arrays, the model config stored with them): the checkpoint describes itself."""
     from model.olmo3 import abstract_params
 
-    cfg = ModelConfig.model_validate(read_meta(root, step)["model"])
+    cfg = _stored_model(read_meta(root, step), step_dir(Path(root), step))
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), abstract_params(cfg)
@@ -145,9 +162,23 @@ def restore_params(root: str | Path, step: int, *, verify: bool = True) -> tuple
     return jax.tree.map(np.asarray, state["params"]), cfg
 
 
+def _stored_model(meta: Any, directory: Path) -> ModelConfig:
+    """The model config in a checkpoint's meta record."""
+    try:
+        return ModelConfig.model_validate(meta["model"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise IdentityError(
+            f"{directory / META} does not describe a model: {str(e)[:300]}", "choose another step"
+        ) from None
+
+
 def _read_tree(path: Path, abstract: Any) -> Any:
     import orbax.checkpoint as ocp
 
+    if not path.is_dir():
+        raise IdentityError(
+            f"{path} does not exist: the checkpoint holds no such part", "choose another step"
+        )
     with ocp.StandardCheckpointer() as reader:
         saved = reader.metadata(path.absolute()).item_metadata.tree
         have = {
@@ -244,7 +275,8 @@ class Saver:
         path = step_dir(self.root, step)
         try:
             write_checkpoint(self.root, step, state, meta)
-            self._retire()
+            if jax.process_index() == 0:
+                self._retire()
         except Exception as e:
             self._error = (path, e)
 
@@ -257,22 +289,43 @@ class Saver:
             shutil.rmtree(doomed)
 
 
-def write_checkpoint(root: Path, step: int, state: Any, meta: dict[str, Any]) -> Path:
+def write_checkpoint(
+    root: Path, step: int, state: Any, meta: dict[str, Any], *, checkpointer: Any = None
+) -> Path:
     """Write and commit one checkpoint: everything into a hidden directory, manifest last, then one rename.
 
-    A directory in the way (a broken one, or one from before a roll-back) is set aside, not deleted.
+    A directory in the way (a broken one, or one from before a roll-back) is set aside, not deleted. Every process of
+    the run calls this; none returns before process 0 has committed. It may run in a background thread: processes wait
+    for each other through jax's coordination service, never through the devices, which belong to the training loop.
+    `checkpointer`: another of Orbax's than the standard one, for leaves that are read while they are written.
     """
     import orbax.checkpoint as ocp
 
-    root.mkdir(parents=True, exist_ok=True)
+    lead, name = jax.process_index() == 0, f"checkpoint{next(_saves)}-step{step}"
+    wait = ocp.multihost.get_barrier_sync_fn()
     final, tmp = step_dir(root, step), root / f".writing-step{step}"
-    if tmp.exists():
-        shutil.rmtree(tmp)
-    tmp.mkdir()
-    with ocp.StandardCheckpointer() as writer:
+    if lead:
+        root.mkdir(parents=True, exist_ok=True)
+        if tmp.exists():
+            shutil.rmtree(tmp)
+        tmp.mkdir()
+    wait(key=f"{name}-begun", timeout_ms=BARRIER_SECONDS * 1000)
+    together = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        everyone = set(range(jax.process_count()))
+        together = ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=name)
+    with checkpointer or ocp.StandardCheckpointer(multiprocessing_options=together) as writer:
         writer.save((tmp / "params").absolute(), state["params"])
         writer.save((tmp / "optimizer").absolute(), {k: v for k, v in state.items() if k != "params"})
         writer.wait_until_finished()
+    wait(key=f"{name}-written", timeout_ms=BARRIER_SECONDS * 1000)
+    if lead:
+        _commit(root, step, tmp, final, meta)
+    wait(key=f"{name}-committed", timeout_ms=BARRIER_SECONDS * 1000)
+    return final
+
+
+def _commit(root: Path, step: int, tmp: Path, final: Path, meta: dict[str, Any]) -> None:
     write_json_atomic(tmp / META, meta)
     write_json_atomic(tmp / MANIFEST, {"format": FORMAT, "step": step, "files": digest_tree(tmp)})
     if final.exists():
@@ -282,4 +335,3 @@ def write_checkpoint(root: Path, step: int, state: Any, meta: dict[str, Any]) ->
             aside = root / f"set-aside-step{step}-{n}"
         os.replace(final, aside)
     os.replace(tmp, final)
-    return final

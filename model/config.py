@@ -182,10 +182,20 @@ class LogConfig(Section):
         return self
 
 
+class PreviousStage(Section):
+    """The training stage this one goes on from (sheet section 3.4)."""
+
+    run: str = Field(description="run directory of the stage before")
+    step: int = Field(ge=1, description="its checkpoint")
+
+
 class TrainConfig(Section):
     """How far, and what is kept."""
 
     steps: int = Field(ge=1)
+    enter_from: PreviousStage | None = Field(
+        None, description="weights and optimizer state of another run's checkpoint; null: the step-0 weights"
+    )
     landmarks: tuple[int, ...] | Literal["auto"] = Field(
         "auto", description="steps judged; auto: six, evenly spaced"
     )

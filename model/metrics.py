@@ -50,8 +50,12 @@ class MetricsLog:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Flush to disk and close."""
+    def sync(self) -> None:
+        """Bring every line to the disk: done before a checkpoint is committed, which speaks for all steps up to it."""
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        self.sync()
         self._file.close()

@@ -1,12 +1,15 @@
 """OLMo 3 in flax: reordered norm, QK-norm over the whole width, sliding and full layers, untied head.
 
-Layers are scanned in blocks of one pattern (3 sliding + 1 full), so that 7B compiles like 4 layers. Weights are
-torch's `[out, in]`. The surprising thing: the input of attention and MLP is NOT normalised; their outputs are.
+Layers are scanned in blocks of one pattern (3 sliding + 1 full), the sliding ones in a loop of their own, so that 7B
+compiles like two layers. Weights are torch's `[out, in]`. The surprising thing: the input of attention and MLP is NOT
+normalised; their outputs are.
 Forward pass: sheet section 1.2; precision: 1.7. Source: `allenai/OLMo-core` @ fa6c5014c, `nn/transformer/block.py`.
 
 Axis letters: B batch, S sequence, D d_model, H heads, N key heads, K head width, F d_ff, V padded vocabulary.
 """
 
+import functools
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -59,31 +62,57 @@ def _normal(std: float) -> Any:
     return init
 
 
+def layer_params(module: nn.Module, cfg: ModelConfig) -> dict[str, jax.Array]:
+    """The float32 weights of one layer, by name, as parameters of `module`."""
+    sizes = layout.axis_sizes(cfg)
+    out = {}
+    for name, axes in layout.LAYER_PARAMS.items():
+        init = nn.initializers.ones if len(axes) == 1 else _normal(cfg.init_std)
+        out[name] = module.param(name, init, tuple(sizes[a] for a in axes), jnp.float32)
+    return out
+
+
+class LayerParams(nn.Module):
+    """The weights of one layer and nothing else."""
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array]:
+        return layer_params(self, self.cfg)
+
+
 class Layer(nn.Module):
-    """One transformer block of `kind`. x [B,S,D] -> [B,S,D]."""
+    """One transformer block of `kind`, on its own (parity by block)."""
 
     cfg: ModelConfig
     numerics: NumericsConfig
     kind: LayerKind
     mesh: Mesh | None = None
 
-    def parameters(self) -> dict[str, jax.Array]:
-        sizes = layout.axis_sizes(self.cfg)
-        out = {}
-        for name, axes in layout.LAYER_PARAMS.items():
-            init = nn.initializers.ones if len(axes) == 1 else _normal(self.cfg.init_std)
-            out[name] = self.param(name, init, tuple(sizes[a] for a in axes), jnp.float32)
-        return out
-
     @nn.compact
     def __call__(self, x: jax.Array, docs: jax.Array | None) -> jax.Array:
-        p = {k: v.astype(x.dtype) for k, v in self.parameters().items()}
-        cfg, eps = self.cfg, self.cfg.norm_eps
-        x = constrain_batch(x, self.mesh)
-        branch = attention_branch(x, p, cfg, self.kind, docs, self.numerics.attention, self.mesh)
-        x = x + rms_norm(branch, p["attention_norm"], eps)
-        x = x + rms_norm(mlp(x, p), p["feed_forward_norm"], eps)
-        return constrain_batch(x, self.mesh)
+        weights = layer_params(self, self.cfg)
+        return layer(x, weights, docs, cfg=self.cfg, numerics=self.numerics, kind=self.kind, mesh=self.mesh)
+
+
+def layer(
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    docs: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    numerics: NumericsConfig,
+    kind: LayerKind,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """One transformer block of `kind`. x [B,S,D] -> [B,S,D]."""
+    p = {k: v.astype(x.dtype) for k, v in weights.items()}
+    x = constrain_batch(x, mesh)
+    branch = attention_branch(x, p, cfg, kind, docs, numerics.attention, mesh)
+    x = x + rms_norm(branch, p["attention_norm"], cfg.norm_eps)
+    x = x + rms_norm(mlp(x, p), p["feed_forward_norm"], cfg.norm_eps)
+    return constrain_batch(x, mesh)
 
 
 def attention_branch(
@@ -115,20 +144,24 @@ def mlp(x: jax.Array, p: Params) -> jax.Array:
     return linear(gate * linear(x, p["w3"]), p["w2"])
 
 
-def remat_layer(policy: str) -> Any:
-    """`Layer` under the named rematerialisation policy.
+def remat(f: Any, policy: str) -> Any:
+    """A layer's function under the named rematerialisation policy.
 
     none: keep everything. dots: keep matrix products. block: keep each layer's input. full: keep only the input of
     each pattern block (its layers are recomputed one by one).
     """
     if policy == "none":
-        return Layer
+        return f
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
-    return nn.remat(Layer, policy=keep, prevent_cse=False)
+    return jax.checkpoint(f, policy=keep, prevent_cse=False)
 
 
 class Block(nn.Module):
-    """One repeat of the layer pattern, or the tail after the last whole repeat."""
+    """One repeat of the layer pattern, or the tail after the last whole repeat.
+
+    Layers of one kind that follow each other are a loop: the compiler sees one of them, and needs a third less time and the
+    program less memory (docs/plan.md). Stacking their weights copies this repeat's, split as they are.
+    """
 
     cfg: ModelConfig
     numerics: NumericsConfig
@@ -137,9 +170,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, docs: jax.Array | None) -> tuple[jax.Array, None]:
-        layer = remat_layer(self.numerics.remat)
-        for j, kind in enumerate(self.kinds):
-            x = layer(self.cfg, self.numerics, kind, self.mesh, name=f"layer_{j}")(x, docs)
+        weights = [LayerParams(self.cfg, name=f"layer_{j}")() for j in range(len(self.kinds))]
+        at = 0
+        for kind, alike in itertools.groupby(self.kinds):
+            n = len(list(alike))
+            fixed = functools.partial(layer, cfg=self.cfg, numerics=self.numerics, kind=kind, mesh=self.mesh)
+            f = remat(fixed, self.numerics.remat)
+            if n == 1:
+                x = f(x, weights[at], docs)
+            else:
+                stacked = jax.tree.map(lambda *w: jnp.stack(w), *weights[at : at + n])
+                x, _ = jax.lax.scan(lambda x, w, f=f: (f(x, w, docs), None), x, stacked)
+            at += n
         return x, None
 
 

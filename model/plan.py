@@ -79,6 +79,10 @@ def make_plan(
     Raises RecipeError when the mesh or the batch does not divide. A step that does not fit is no error: its
     plan says `"fits": False`, and `largest_arrays` names where its memory goes.
     """
+    from model.sharding import mesh_shape
+
+    data, fsdp, _ = mesh_shape(request.mesh, slice_.devices)
+    check_batch(request, data * fsdp)  # before the compiler is even loaded
     numerics = request.numerics.model_copy(update={"attention": "splash"})
     request = dataclasses.replace(request, numerics=numerics)
     identity = {
@@ -109,7 +113,6 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
     mesh = sharding.make_mesh(request.mesh, devices)
-    check_batch(request, sharding.batch_shards(mesh))
     spec = StepSpec(
         request.model,
         request.optimizer,
@@ -145,7 +148,7 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "program_bytes": memory.generated_code_size_in_bytes,
-        "splash_calls": lowered.as_text().count(SPLASH_MARK),
+        "splash_calls": lowered.as_text().count(SPLASH_MARK),  # a loop's body counts once
         "splash_calls_compiled": splash_calls(program),
         "xla_flops_loop_bodies_once": cost.get("flops"),
         **_took(start, wall),
@@ -276,18 +279,27 @@ def roofline(
     }
 
 
-def choices(request: PlanRequest, slice_: Slice) -> list[PlanRequest]:
-    """What `--sweep` tries: fsdp over everything or with a tensor axis of 2 or 4; four policies; micro-batches."""
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What `--sweep` tries: tensor axes (fsdp takes the rest), rematerialisation policies, micro-batches per step."""
+
+    tensors: tuple[int, ...] = (1, 2, 4)
+    remats: tuple[str, ...] = ("none", "dots", "block", "full")
+    splits: tuple[int, ...] = (1, 4)
+
+
+def choices(request: PlanRequest, slice_: Slice, over: Range = Range()) -> list[PlanRequest]:
+    """The choices of `over` whose batch and heads divide over the slice."""
     found = []
-    for tensor in (1, 2, 4):
+    for tensor in over.tensors:
         if slice_.devices % tensor or request.model.n_kv_heads % tensor:
             continue
         mesh = MeshConfig(data=1, fsdp=0, tensor=tensor)
         shards = slice_.devices // tensor
         if request.global_batch_instances % shards:
             continue
-        for remat in ("none", "dots", "block", "full"):
-            for parts in (1, 4):
+        for remat in over.remats:
+            for parts in over.splits:
                 micro = request.global_batch_instances // parts
                 if request.global_batch_instances % parts == 0 and micro % shards == 0:
                     found.append(request.with_choice(mesh, remat, 0 if parts == 1 else micro))
@@ -295,11 +307,14 @@ def choices(request: PlanRequest, slice_: Slice) -> list[PlanRequest]:
 
 
 def sweep(
-    request: PlanRequest, slice_: Slice, **options: Any
+    request: PlanRequest,
+    slice_: Slice,
+    over: Range = Range(),
+    **options: Any,
 ) -> tuple[list[dict[str, Any]], list[tuple[PlanRequest, str]]]:
     """(ranked plans of all choices, what the model refuses and why). `options`: those of `make_plan`."""
     plans, refused = [], []
-    wanted = choices(request, slice_)
+    wanted = choices(request, slice_, over)
     if not wanted:
         raise RecipeError(
             f"no mesh of {slice_.devices} devices divides a global batch of {request.global_batch_instances} instances",

@@ -96,6 +96,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def place(tree: Any, shardings: Any) -> Any:
+    """Host arrays, whole on every process, on the devices of the mesh. Each process sends only its own parts."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(
+        lambda x, where: jax.make_array_from_callback(x.shape, where, lambda part: x[part]), tree, shardings
+    )
+
+
 def constrain_batch(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Keep activations split over the batch axes and nothing else."""
     if mesh is None:

@@ -50,7 +50,7 @@ def new_state(spec: StepSpec, params: Params, history: HistoryConfig) -> State:
             "start from the fp32 originals, not from a rounded export",
         )
     shardings = state_shardings(spec)
-    params = jax.device_put(params, shardings["params"])
+    params = sharding.place(params, shardings["params"])
     make = jax.jit(
         lambda p: {
             "opt": skip_step.init(spec.optimizer, p, history.adam_count_at_start),

@@ -2,7 +2,8 @@
 
 Reads RUN_DIR/recipe.json, the step-0 weights of RUN_DIR/init/hf, tokens and order; writes RUN_DIR/train/metrics.jsonl
 and RUN_DIR/checkpoints/. Started again, it goes on from the newest whole checkpoint, bit for bit on the same mesh.
-SIGTERM saves and ends with status 75. The number of threads comes from the environment.
+SIGTERM saves and ends with status 75. The number of threads comes from the environment. With --distributed several
+processes train together (`model.hosts`): a SIGTERM on any of them is a checkpoint of all.
 
 The surprising thing: the log of a step is fetched one step late, so the device never waits for the host; before a
 checkpoint the log is brought up to date, so every checkpoint has its lines.
@@ -20,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from data.config import DataConfig
-from infra.artifacts import canonical, differences, fingerprint, read_json
+from infra.artifacts import canonical, differences, fingerprint, read_json, write_json_atomic
 from infra.errors import IdentityError, RecipeError, ReproError
 from infra.lease import Lease
 from infra.owner import watch_owner
 from infra.progress import Progress
 from infra.topology import peak_flops
-from model import checkpoint, sharding
+from model import checkpoint, hosts, sharding, skip_step, stage
 from model import step as step_lib
 from model.config import (
     HistoryConfig,
+    LogConfig,
     LossConfig,
     MeshConfig,
     ModelConfig,
@@ -110,6 +111,12 @@ class Trainer:
         from data.masks import open_mask
         from data.order import describe_order, open_order
 
+        self.entry = None
+        if spec.train.enter_from:
+            self.entry = stage.find(
+                spec.train.enter_from, spec.optimizer, spec.run / "train" / "entered.json"
+            )
+            spec = dataclasses.replace(spec, optimizer=self.entry.optimizer)
         self.spec, self.step_spec = spec, spec.step_spec()
         run, data = spec.run, spec.data
         self.index = InstanceIndex.from_manifest(
@@ -124,19 +131,22 @@ class Trainer:
         self.identity = spec.identity(
             self.index.digest, fingerprint(canonical(describe_order(run / "order")))
         )
+        if self.entry:
+            self.identity["entered_from"] = self.entry.fingerprint
         self.root = run / "checkpoints"
+        self.hosts = hosts.Hosts(self.step_spec.mesh)
         self.stop = False
 
     def start(self) -> tuple[int, Any, Any]:
         """(steps done, state, receipt): from the newest whole checkpoint, or from the step-0 weights."""
         from data.receipt import Receipt
 
-        step, skipped = checkpoint.latest_committed(self.root)
-        for name, why in skipped:
-            print(f"passing over {self.root / name}: {why}", file=sys.stderr)
+        step = self.newest()
         if step is None:
             from model.convert.hf import import_hf
 
+            if self.entry:
+                return 0, self.enter(self.entry), Receipt()
             # The weights are the reference's by design; whether the models are equal is the parity gate's question.
             params = import_hf(self.spec.run / "init" / "hf", self.spec.model, same_architecture=False)
             return 0, step_lib.new_state(self.step_spec, params, self.spec.history), Receipt()
@@ -154,15 +164,37 @@ class Trainer:
             raise IdentityError(
                 f"step{step} in {self.root}: its parts stand at different steps", "delete it by hand"
             )
-        print(f"resuming from {checkpoint.step_dir(self.root, step)}", file=sys.stderr)
+        if hosts.lead():
+            print(f"resuming from {checkpoint.step_dir(self.root, step)}", file=sys.stderr)
         return step, state, receipt
 
-    def meta(self, step: int, receipt: Any) -> dict[str, Any]:
+    def newest(self) -> int | None:
+        """The newest whole checkpoint; the lead looks, digests it and says what it passed over."""
+        step = None
+        if hosts.lead():
+            step, skipped = checkpoint.latest_committed(self.root)
+            for name, why in skipped:
+                print(f"passing over {self.root / name}: {why}", file=sys.stderr)
+        found = hosts.from_lead(-1 if step is None else step)
+        return None if found < 0 else found
+
+    def enter(self, entry: stage.Entry) -> Any:
+        """State of the stage before; what of our optimizer has no effect is printed and kept for the report."""
+        state = stage.load(entry, self.step_spec)
+        if hosts.lead():
+            print(f"entering from step{entry.step} of {entry.run}", file=sys.stderr)
+            for line in entry.overruled:
+                print(f"the checkpoint's value stays: optimizer.{line}", file=sys.stderr)
+            write_json_atomic(self.spec.run / "train" / "entered.json", entry.to_json())
+        return state
+
+    def meta(self, step: int, receipt: Any, state: Any) -> dict[str, Any]:
         """The record beside the arrays of a checkpoint."""
         spec = self.spec
         return {
             "position": {"step": step, "tokens_seen": step * spec.data.global_batch_tokens},
             "receipt": receipt.to_json(),
+            "skip_window": skip_step.seen_values(state["opt"]["window"]),
             "model": spec.model.model_dump(mode="json"),
             "identity": self.identity,
             "fingerprint": fingerprint(self.identity),
@@ -172,10 +204,13 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; returns a summary."""
-        spec, train = self.spec, self.spec.train
+        from data.receipt import step_digest
+
+        spec, train, lead = self.spec, self.spec.train, hosts.lead()
         done, state, receipt = self.start()
         log_path = spec.run / "train" / "metrics.jsonl"
-        truncate(log_path, done)
+        if lead:
+            truncate(log_path, done)
         summary = {"resumed_from": done, "steps": train.steps, "seconds": 0.0, "skipped_steps": 0}
         if done >= train.steps:
             return {**summary, "receipt": receipt.hexdigest()}
@@ -189,24 +224,29 @@ class Trainer:
             .compile()
         )
         summary["compile_seconds"] = time.monotonic() - begun
-        log, progress = MetricsLog(log_path), Progress("train", train.steps, "steps")
+        log = MetricsLog(log_path) if lead else None
+        progress = Progress("train", train.steps, "steps")
         landmarks, flops_per_second = set(train.landmark_steps), self.peak_flops()
         step_model_flops = step_flops(spec.model, length, rows).model
         pending: dict[str, Any] | None = None
+        stopping = False  # what all hosts know one step after any of them was told
         trace = Trace(train.log.trace_steps, spec.run / "train" / "trace")
         with (
             checkpoint.Saver(self.root, landmarks, train.keep_last) as saver,
-            contextlib.closing(log),
-            open_writers(train.log, log_path.parent, done + 1) as writers,
+            contextlib.closing(log) if log else contextlib.nullcontext(),
+            open_writers(train.log if lead else LogConfig(), log_path.parent, done + 1) as writers,
             contextlib.closing(trace),
         ):
             saver.prepare(step_lib.abstract_state(self.step_spec))
             clock = time.monotonic()
 
             def flush(record: dict[str, Any] | None) -> None:
-                nonlocal clock
+                nonlocal clock, stopping
                 if record is None:
                     return
+                digest, stopping = self.hosts.heard(record.pop("told"))
+                receipt.push(record["step"], digest)
+                record["receipt"] = receipt.hexdigest()
                 values = {k: float(v) for k, v in jax.device_get(record.pop("device")).items()}
                 now = time.monotonic()
                 seconds, clock = max(now - clock, 1e-9), now
@@ -214,6 +254,8 @@ class Trainer:
                 record["tokens_per_second"] = spec.data.global_batch_tokens / seconds
                 record["mfu"] = step_model_flops / (seconds * flops_per_second) if flops_per_second else None
                 summary["skipped_steps"] += int(values["skipped"])
+                if log is None:
+                    return
                 log.write(record)
                 writers.write(record)
                 skipped = "  SKIPPED" if values["skipped"] else ""
@@ -225,25 +267,32 @@ class Trainer:
                     trace.before(batch.step)
                     state, device_metrics = program(state, placed)
                     trace.after(batch.step, device_metrics)
+                    rows = step_digest(
+                        batch.step, batch.ids, batch.tokens, self.hosts.group, self.hosts.groups
+                    )
+                    told = self.hosts.tell(rows, self.stop)
                     flush(pending)
-                    receipt.update(batch.step, batch.ids, batch.tokens)
                     pending = {
                         "step": batch.step,
                         "device": device_metrics,
+                        "told": told,
                         "lr": learning_rate(spec.schedule, batch.step),
-                        "receipt": receipt.hexdigest(),
+                        "receipt": "",
                         "tokens_seen": batch.step * spec.data.global_batch_tokens,
                     }
-                    at = batch.step
-                    if at in landmarks or at % train.checkpoint_every == 0 or at == train.steps or self.stop:
+                    at, stop = batch.step, stopping or (self.stop and self.hosts.count == 1)
+                    if at in landmarks or at % train.checkpoint_every == 0 or at == train.steps or stop:
                         flush(pending)
                         pending = None
-                        saver.save(at, state, self.meta(at, receipt))
-                    if self.stop and at < train.steps:
+                        if log:
+                            log.sync()
+                        saver.save(at, state, self.meta(at, receipt, state))
+                    if stop and at < train.steps:
                         saver.wait()
                         raise Preempted(f"SIGTERM: saved step {at}, start again to go on")
         summary["seconds"] = time.monotonic() - begun
-        progress.finish(f"{train.steps} steps, receipt {receipt.hexdigest()[:12]}")
+        if lead:
+            progress.finish(f"{train.steps} steps, receipt {receipt.hexdigest()[:12]}")
         return {**summary, "receipt": receipt.hexdigest()}
 
     def peak_flops(self) -> float | None:
@@ -256,20 +305,19 @@ class Trainer:
         """(batch, its arrays on the devices) of each step; the transfer of the next one overlaps the step."""
         from data.loader import batches
 
-        spec = self.spec
-        hosts, host = jax.process_count(), jax.process_index()
+        spec, rows = self.spec, self.spec.data.global_batch_instances
         where = step_lib.batch_shardings(self.step_spec)
 
         def place(batch: Any) -> Any:
             numbers = step_lib.control(spec.schedule, spec.optimizer, spec.history, batch.step)
             arrays = step_lib.host_batch(batch.tokens, batch.instance_mask, numbers)
-            arrays["position"] = (host + hosts * np.arange(len(batch.ids))).astype(np.int32)
-            if hosts == 1:
+            arrays["position"] = self.hosts.positions(len(batch.ids))
+            if self.hosts.count == 1:
                 return jax.device_put(arrays, where)
-            return {k: jax.make_array_from_process_local_data(where[k], v) for k, v in arrays.items()}
+            return {k: self.hosts.place(v, where[k], rows) for k, v in arrays.items()}
 
-        ahead = None
-        for batch in batches(self.index, self.order, spec.data, first, last, host, hosts):
+        ahead, group, groups = None, self.hosts.group, self.hosts.groups
+        for batch in batches(self.index, self.order, spec.data, first, last, group, groups):
             current, ahead = ahead, (batch, place(batch))
             if current is not None:
                 yield current
@@ -282,7 +330,7 @@ def train(spec: TrainSpec) -> dict[str, Any]:
 
     Raises Preempted after SIGTERM, ReproError for anything the user can fix.
     """
-    with Lease(spec.run / ".lease.train", "training", wait_seconds=TAKEOVER_SECONDS):
+    with hosts.leading(Lease(spec.run / ".lease.train", "training", wait_seconds=TAKEOVER_SECONDS)):
         trainer = Trainer(spec)
 
         def on_sigterm(signum: int, frame: Any) -> None:
@@ -292,7 +340,8 @@ def train(spec: TrainSpec) -> dict[str, Any]:
         try:
             return trainer.run()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            # None: the handler was jax.distributed's own, which Python cannot put back.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -300,12 +349,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train the recipe of a run directory.")
     parser.add_argument("--run", required=True, help="run directory with recipe.json")
     parser.add_argument("--distributed", action="store_true", help="call jax.distributed.initialize() first")
+    parser.add_argument(
+        "--coordinator", default=None, help="HOST:PORT of process 0, where jax cannot find it"
+    )
+    parser.add_argument("--processes", type=int, default=None, help="their number, where jax cannot find it")
+    parser.add_argument("--process", type=int, default=None, help="this one, from 0")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     args = parser.parse_args(argv)
     try:
         watch_owner()
         if args.distributed:
-            jax.distributed.initialize()
+            jax.distributed.initialize(args.coordinator, args.processes, args.process)
         summary = train(TrainSpec.from_run(args.run))
     except Preempted as e:
         print(e, file=sys.stderr)
@@ -315,9 +369,10 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code
-    print(
-        f"trained {summary['steps']} steps, {summary['skipped_steps']} skipped, receipt {summary['receipt']}"
-    )
+    if hosts.lead():
+        print(
+            f"trained {summary['steps']} steps, {summary['skipped_steps']} skipped, receipt {summary['receipt']}"
+        )
     return 0
 
 

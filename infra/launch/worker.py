@@ -11,6 +11,7 @@ last state sent, and 75 is also our exit status.
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,13 +48,21 @@ def main(argv: list[str] | None = None) -> int:
         return e.exit_code
 
 
+def log_name(logs: Path) -> str:
+    """`worker-0001.log`, counted up; with the host's number where several hosts share the directory."""
+    host = ""
+    if int(os.environ.get("REPRO_HOSTS", "1")) > 1:
+        known = (os.environ.get(name) for name in ("JOB_COMPLETION_INDEX", "TPU_WORKER_ID"))
+        host = f"-host{next((k for k in known if k), socket.gethostname())}"
+    return f"worker-{1 + len(list(logs.glob(f'worker-*{host}.log'))):04d}{host}.log"
+
+
 def run(module: str, directory: Path, args: list[str]) -> int:
     """The module as a child, its output also in RUN/logs; SIGTERM and SIGINT are passed on."""
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    attempt = 1 + len(list(logs.glob("worker-*.log")))
     argv = [sys.executable, "-m", module, "--run", str(directory), *args]
-    with (logs / f"worker-{attempt:04d}.log").open("wb") as log:
+    with (logs / log_name(logs)).open("wb") as log:
         child = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )

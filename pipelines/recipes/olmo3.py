@@ -5,7 +5,7 @@ official copies, and the published checkpoint list wins over both).
 """
 
 from data.config import CorpusConfig, DataConfig, FilterConfig, TokenizerConfig
-from evals.config import EvalConfig, ParityConfig, ReferenceConfig
+from evals.config import FAST_TASKS, EvalConfig, ParityConfig, ReferenceConfig
 from infra.config import LaunchConfig
 from model.config import (
     HistoryConfig,
@@ -22,6 +22,7 @@ from model.config import (
 from pipelines.recipe import Recipe
 
 PUBLIC_DATA = "https://olmo-data.org"
+ALL = 1_000_000  # documents of a validation set or an in-loop task: as AI2 evaluates, no sample
 STAGE1_PEAK = 3e-4
 STAGE1_WARMUP = 2000
 # ceil(5e12 / 2**22) and ceil(7e12 / 2**22): the horizons of the two parts, in steps of 4,194,304 tokens.
@@ -31,6 +32,13 @@ STAGE1_HORIZON_7T = 1_668_931
 STAGE1_HANDOVER = 596_047
 STAGE1_PART2_WARMUP = 597_046
 STAGE1_STEPS = 1_413_814
+# 32B: one epoch, T = floor(instances / 1024). The count of instances is not published; about 724.0 million is inferred
+# from a third party, so this horizon is too. Midtraining starts from step 656,000: stage 1 was cut before its end.
+STAGE1_32B_HORIZON = 707_039
+STAGE1_32B_STEPS = 656_000
+# Micro-batch and shard degree are in the script, the number of GPUs is not: 1024 ranks, the most a batch of 1024
+# instances allows, is our reading. It matters only for batches with filtered instances.
+STAGE1_32B_RANKS = 1024
 
 
 def _olmo3(
@@ -82,7 +90,15 @@ def _olmo3(
             published=published,
         ),
         parity=ParityConfig(prompt_tokens=8192),
-        evals=EvalConfig(heldout_documents=1000, items_per_task=10_000, context=8192, batch_tokens=65_536),
+        evals=EvalConfig(
+            heldout_documents=ALL,
+            loss_domain="c4_en-validation",
+            items_per_task=10_000,
+            inloop_tasks=FAST_TASKS,
+            inloop_items=ALL,
+            context=8192,
+            batch_tokens=65_536,
+        ),
         launch=launch,
     )
 
@@ -142,4 +158,28 @@ def olmo3_7b_stage1() -> Recipe:
         ),
         published="allenai/Olmo-3-1025-7B@stage1-step{step}",
         launch=LaunchConfig(target="gke", topology="v5p:4x4x4"),
+    )
+
+
+def olmo3_32b_stage1() -> Recipe:
+    """Stage 1 of the 32B: 5.50T tokens, grouped keys and values, one cosine over an epoch, filter on."""
+    return _olmo3(
+        name="olmo3_32b_stage1",
+        description="OLMo 3 32B stage 1, 5.50T tokens of OLMo-mix-0925, single cosine, repetition filter on",
+        size="32B",
+        mix="OLMo-mix-0925-official",
+        batch=1024,
+        filtered=True,
+        schedule=ScheduleConfig(
+            parts=(SchedulePart(kind="cosine", peak=6e-4, warmup=STAGE1_WARMUP, horizon=STAGE1_32B_HORIZON),)
+        ),
+        history=HistoryConfig(adam_count_at_start=1),
+        ranks=STAGE1_32B_RANKS,
+        train=TrainConfig(
+            steps=STAGE1_32B_STEPS,
+            landmarks=(10_000, 100_000, 250_000, 400_000, 550_000, STAGE1_32B_STEPS),
+            checkpoint_every=1000,
+        ),
+        published="allenai/Olmo-3-1125-32B@stage1-step{step}",
+        launch=LaunchConfig(target="gke", topology="v5p:8x8x8"),
     )

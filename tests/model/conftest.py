@@ -90,7 +90,9 @@ def write_run(run, *, model=GOLDEN, steps=12, batch=4, sequence=16, instances=20
     path.write_bytes(raw.tobytes())
     shard = {"path": "synthetic/00000.npy", "label": "synthetic", "tokens": len(raw), "sha256": full_digest(path),
              "sample_sha256": sample_digest(path), "max_id": int(raw.max())}  # fmt: skip
-    write_json_atomic(tokens / "manifest.json", {"format": "olmo3-tokens-v1", "shards": [shard]})
+    write_json_atomic(
+        tokens / "manifest.json", {"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {}}
+    )
     index = InstanceIndex.from_manifest(tokens, sequence, 1, verify="size")
     write_order(run / "order", index.n_instances, seed=34521, index_digest=index.digest)
     export_hf(init_params(model), model, run / "init" / "hf", context_length=sequence, keep_padding=True,
@@ -106,6 +108,11 @@ def write_run(run, *, model=GOLDEN, steps=12, batch=4, sequence=16, instances=20
         recipe[name] = {**recipe[name], **value}
     write_json_atomic(run / "recipe.json", recipe)
     return run
+
+
+@pytest.fixture(scope="session")
+def write_run_at():
+    return write_run
 
 
 @pytest.fixture

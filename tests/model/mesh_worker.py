@@ -66,6 +66,29 @@ def run(spec, state, first, last):
     return state, log, moment
 
 
+def save(root, step, state):
+    meta = {"model": CFG.model_dump(mode="json"), "receipt": {"step": step, "digest": "ab" * 32}}
+    with checkpoint.Saver(root) as saver:
+        saver.save(step, state, meta)
+
+
+def moved(root, shape, params):
+    """The whole state from 8 devices to `shape` and back: digests on the way, and bytes of the fullest device."""
+    eight, there = spec_for((1, 8, 1)), spec_for(shape)
+    state = step_lib.new_state(eight, params, HistoryConfig(adam_count_at_start=1))
+    state, _, _ = run(eight, state, 1, 2)  # moments, count and window are no longer empty
+    save(root, 2, state)
+    other, meta = checkpoint.restore(root, 2, step_lib.abstract_state(there))
+    save(root, 3, other)
+    back, again = checkpoint.restore(root, 3, step_lib.abstract_state(eight))
+    held = sharding.bytes_per_device(other)
+    return {"digests": [checkpoint.state_digest(tree) for tree in (state, other, back)],
+            "receipts": [m["receipt"]["digest"] for m in (meta, again)], "devices": len(held),
+            "held": [min(held.values()), max(held.values())], "shards": [shape[1], shape[2]],
+            "window": int(other["opt"]["window"]["seen"]), "moment": float(np.abs(other["opt"]["v"]["lm_head"]).max()),
+            "small": sum(x.nbytes for x in jax.tree.leaves([other["opt"]["window"], other["opt"]["count"], other["step"]]))}  # fmt: skip
+
+
 def worst(a, b):
     pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)))
     return max(float(np.abs(x - y).max() / (np.abs(y).max() + 1e-30)) for x, y in pairs)
@@ -98,14 +121,11 @@ def main(root):
             state, _ = checkpoint.restore(root, step, step_lib.abstract_state(spec))
         state, part, _ = run(spec, state, step + 1, step + 1)
         step, log = step + 1, log + part
-        with checkpoint.Saver(root) as saver:
-            saver.save(step, state, {"model": CFG.model_dump(mode="json")})
+        save(root, step, state)
     out["elastic"] = log
-    digests = set()
-    for shape in MESHES.values():
-        back, _ = checkpoint.restore(root, step, step_lib.abstract_state(spec_for(shape)))
-        digests.add(checkpoint.state_digest(back))
-    out["restored digests"] = len(digests)
+    out["moved"] = {
+        name: moved(root / name, shape, params) for name, shape in {"1": (1, 1, 1), **MESHES}.items()
+    }
     out["elastic weights"] = worst(state["params"], straight["params"])
     print(json.dumps(out))
 

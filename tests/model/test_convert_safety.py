@@ -1,5 +1,6 @@
 """Hostile safetensors headers and indices are refused; addresses resolve to pinned, named places."""
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -128,14 +129,16 @@ def test_table_of_another_model(tmp_path):
 
 
 def test_hub_needs_a_pinned_revision_and_gives_its_commit(tmp_path, monkeypatch):
-    """A cache as the hub client lays it out; nothing is fetched."""
-    commit, blob = "a" * 40, "b" * 64
+    """A cache as the hub client lays it out; nothing is fetched. Transfers: `tests/infra/test_sources_remote.py`."""
+    commit = "a" * 40
     root = tmp_path / "models--allenai--Olmo-3-test"
     (root / "blobs").mkdir(parents=True)
     (root / "refs").mkdir()
     (root / "snapshots" / commit).mkdir(parents=True)
     (root / "refs/stage1-step0").write_text(commit)
-    write(root / "blobs", {"a": entry()}, name=blob)
+    write(root / "blobs", {"a": entry()}, name="new")
+    blob = hashlib.sha256((root / "blobs/new").read_bytes()).hexdigest()
+    (root / "blobs/new").rename(root / "blobs" / blob)
     (root / "snapshots" / commit / "model.safetensors").symlink_to(root / "blobs" / blob)
     (root / "snapshots" / commit / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

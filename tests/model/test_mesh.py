@@ -62,8 +62,21 @@ def test_elastic_run(result):
     assert result["elastic weights"] <= 1e-3  # Adam turns rounding-size gradients into full steps
 
 
-def test_one_checkpoint_restores_bit_equal_on_every_mesh(result):  # D3
-    assert result["restored digests"] == 1
+@pytest.mark.parametrize("name", ["1", *NAMES])
+def test_the_whole_state_moves_from_8_devices_and_back(result, name):  # D3
+    """Weights, moments, Adam count, window, step and receipt are bit-equal after 8 -> `name` -> 8 devices.
+
+    Each device holds exactly its share: matrices over fsdp x tensor, the embedding table over fsdp, gains whole.
+    """
+    case, one = result["moved"][name], result["cases"]["2"]
+    assert len(set(case["digests"])) == 1 and set(case["receipts"]) == {"ab" * 32}
+    assert case["window"] == 2 and case["moment"] > 0
+    fsdp, tensor = case["shards"]
+    matrices = one["parameters"] - one["table"] - one["gains"]
+    share = matrices / (fsdp * tensor) + one["table"] / fsdp + one["gains"]
+    assert case["held"] == [3 * share + case["small"]] * 2
+    assert case["devices"] == {"1": 1, "2": 2, "4": 4, "8": 8, "2x2x2": 8}[name]
+    assert case["small"] == 4 * (2 * 129 + 1 + 1 + 1)
 
 
 def test_sizes_that_do_not_fit_are_errors():

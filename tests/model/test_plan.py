@@ -148,3 +148,41 @@ def test_a_sweep_ranks_what_fits_by_time_and_goes_on_after_a_refusal(monkeypatch
     times = [p["step_seconds"] for p in plans if p["fits"]]
     assert times == sorted(times)
     assert {p["remat"] for p in plans} == {"none", "dots", "block", "full"}
+
+
+SWEEP = """
+import json
+from tests_plan import REQUEST, SLICE, plan
+plans, refused = plan.sweep(REQUEST, SLICE, plan.Range((1, 2), ("none", "block", "full"), (1, 4)))
+print(json.dumps([plans, [why for _, why in refused]]))
+"""
+
+
+@pytest.mark.slow_proof
+def test_a_sweep_with_the_real_compiler(tmp_path):
+    """Nine choices by XLA:TPU: a tensor axis of 2 or none, three policies, one or four micro-batches where these divide.
+
+    What must hold whatever the compiler does: all fit, keeping everything takes the most temporary memory, recomputing
+    takes the most operations, and the first of the ranking is the fastest.
+    """
+    (tmp_path / "tests_plan.py").write_text(Path(__file__).read_text())
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}",
+    }
+    done = subprocess.run([sys.executable, "-c", SWEEP], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plans, refused = json.loads(done.stdout.strip().split("\n")[-1])
+    assert refused == [] and len(plans) == 9 and all(p["fits"] for p in plans)
+    times = [p["step_seconds"] for p in plans]
+    assert times == sorted(times)
+    by = {(p["mesh"]["tensor"], p["remat"], p["micro_batch_instances"]): p for p in plans}
+    for tensor in (1, 2):
+        kept, again = by[tensor, "none", 8], by[tensor, "full", 8]
+        assert kept["temporary_bytes"] > again["temporary_bytes"]
+        assert (
+            kept["hardware_flops"] < again["hardware_flops"] and kept["model_flops"] == again["model_flops"]
+        )
+    assert by[2, "none", 2]["temporary_bytes"] < by[2, "none", 8]["temporary_bytes"]
+    assert all(p["splash_calls"] >= 2 for p in plans)

@@ -1,6 +1,7 @@
 """Stage switch against OLMo-core itself: its optimizer config, its scheduler, torch's state-dict functions (O10, O11)."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from model.config import (
     MeshConfig,
     NumericsConfig,
     OptimizerConfig,
+    PreviousStage,
     ScheduleConfig,
     SchedulePart,
 )  # fmt: skip
 from model.schedule import learning_rate
 from model.sharding import make_mesh
+from model.train import Trainer, TrainSpec, train
 
 OLD = OptimizerConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 NEW = OptimizerConfig(betas=(0.8, 0.99), eps=1e-4, weight_decay=0.5, max_grad_norm=0.7)
@@ -121,17 +124,53 @@ def test_from_a_checkpoint(tmp_path, golden_cfg, golden_params):
         "model": golden_cfg.model_dump(mode="json"),
         "identity": {"optimizer": OLD.model_dump(mode="json")},
     }
-    checkpoint.write_checkpoint(tmp_path, 7, state, meta)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints", 7, state, meta)
     new = NEW.model_copy(update={"skip_step": NEW.skip_step.model_copy(update={"window": 16})})
-    spec = step_lib.StepSpec(golden_cfg, new, LossConfig(), NumericsConfig(), mesh)
-    got, used, _ = stage.load(tmp_path, 7, spec)
+    none = tmp_path / "no record"
+    entry = stage.find(PreviousStage(run=str(tmp_path), step=7), new, none)
+    spec = step_lib.StepSpec(golden_cfg, entry.optimizer, LossConfig(), NumericsConfig(), mesh)
+    got = stage.load(entry, spec)
     for part in ("m", "v", "count"):
         assert checkpoint.state_digest(got["opt"][part]) == checkpoint.state_digest(state["opt"][part])
     assert checkpoint.state_digest(got["params"]) == checkpoint.state_digest(state["params"])
-    assert used.weight_decay == 0.1 and got["opt"]["window"]["losses"].shape == (17,)
-    checkpoint.write_checkpoint(tmp_path, 8, state, {"model": meta["model"]})
+    assert entry.optimizer.weight_decay == 0.1 and got["opt"]["window"]["losses"].shape == (17,)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints", 8, state, {"model": meta["model"]})
     with pytest.raises(IdentityError, match="which optimizer"):
-        stage.load(tmp_path, 8, spec)
+        stage.find(PreviousStage(run=str(tmp_path), step=8), new, none)
+
+
+def test_two_stages_through_the_trainer(make_run, tmp_path):
+    """Stage two trains, is killed and goes on, also after stage one is gone; the report's record says what was overruled."""
+    first, second = make_run(steps=4), make_run(steps=6)
+    train(TrainSpec.from_run(first))
+    path = second / "recipe.json"
+    recipe = json.loads(path.read_text())
+    recipe["train"].update(steps=4, enter_from={"run": str(first), "step": 4})
+    recipe["optimizer"]["weight_decay"] = 0.7
+    path.write_text(json.dumps(recipe))
+    spec = TrainSpec.from_run(second)
+    trainer = Trainer(spec)
+    done, state, _ = trainer.start()
+    before, _ = checkpoint.restore(
+        first / "checkpoints", 4, step_lib.abstract_state(TrainSpec.from_run(first).step_spec())
+    )
+    assert done == 0 and float(state["opt"]["count"]) == float(before["opt"]["count"]) >= 4
+    for part in ("m", "v"):
+        assert checkpoint.state_digest(state["opt"][part]) == checkpoint.state_digest(before["opt"][part])
+    assert checkpoint.state_digest(state["params"]) == checkpoint.state_digest(before["params"])
+    train(spec)
+    meta = checkpoint.read_meta(second / "checkpoints", 4)
+    assert meta["identity"]["optimizer"]["weight_decay"] == 0.1 and meta["identity"]["entered_from"]
+    record = json.loads((second / "train" / "entered.json").read_text())
+    assert record["overruled"] == ["weight_decay: 0.7 -> 0.1"]
+    first.rename(tmp_path / "gone")
+    recipe["train"]["steps"] = 6
+    path.write_text(json.dumps(recipe))
+    assert train(TrainSpec.from_run(second))["resumed_from"] == 4
+    recipe["train"]["enter_from"]["step"] = 2
+    path.write_text(json.dumps(recipe))
+    with pytest.raises(RecipeError, match=r"(?s)entered from step4 of .*FRESH=1"):
+        train(TrainSpec.from_run(second))
 
 
 def test_moments_of_another_dtype_are_refused():

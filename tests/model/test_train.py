@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from infra.errors import IdentityError
+from infra.errors import IdentityError, ReproError
 from model import checkpoint
 from model.metrics import read_metrics
 from model.train import TrainSpec, train
@@ -92,6 +93,51 @@ def test_sigterm_saves_and_kill_resumes(make_run):
     p.wait()
     train(TrainSpec.from_run(run))
     assert outcome(straight, 400) == outcome(run, 400)
+
+
+def test_every_logged_step_is_on_disk_before_its_checkpoint_is_committed(make_run, monkeypatch):
+    """The order of what reaches the disk: at each rename to step<k>, an fsync has covered exactly k lines of the log."""
+    run, seen = make_run(steps=8), []
+    log, fsync, replace = run / "train" / "metrics.jsonl", os.fsync, os.replace
+
+    def watch_fsync(fd):
+        fsync(fd)
+        if os.readlink(f"/proc/self/fd/{fd}") == str(log):
+            seen.append(("log", log.read_bytes().count(b"\n")))
+
+    def watch_replace(source, target):
+        if str(target).startswith(str(run / "checkpoints" / "step")):
+            seen.append(("commit", int(str(target).rpartition("step")[2])))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    train(TrainSpec.from_run(run))
+    commits = [k for what, k in seen if what == "commit"]
+    assert commits == [1, 3, 4, 5, 7, 8]  # six landmarks of eight steps, and every fourth
+    for at, (what, k) in enumerate(seen):
+        synced = [lines for kind, lines in seen[:at] if kind == "log"]
+        assert what == "log" or k in synced, (k, synced)
+
+
+def test_a_save_that_fails_stops_the_run_and_names_its_path(make_run):  # D1
+    run = make_run(steps=12)
+    (run / "checkpoints").write_text("a file where the directory should be")
+    with pytest.raises(ReproError, match=rf"{run}/checkpoints/step2 failed"):
+        train(TrainSpec.from_run(run))
+    assert len(read_metrics(run / "train" / "metrics.jsonl")) < 12
+
+
+def test_changed_data_is_refused_and_named(make_run):  # E3
+    """The same position in other tokens: the run does not go on, and says that the index differs."""
+    run, other = make_run(steps=2), make_run(steps=2, seed=1)
+    train(TrainSpec.from_run(run))
+    for part in ("tokens", "order"):
+        shutil.rmtree(run / part)
+        shutil.copytree(other / part, run / part)
+    edit(run, "train", steps=4, landmarks=[4])
+    with pytest.raises(IdentityError, match=r"step2 .* was made by another recipe; different: index"):
+        train(TrainSpec.from_run(run))
 
 
 def test_other_recipe_is_refused(make_run):

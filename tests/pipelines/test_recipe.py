@@ -1,4 +1,6 @@
-"""Recipes: every shipped one resolves, every wrong override is named, and the 7B is the published history."""
+"""Recipes: every shipped one resolves, every wrong override is named, 7B and 32B are the published history."""
+
+import math
 
 import pytest
 
@@ -79,3 +81,52 @@ def test_190m_filters_and_stops_at_one_chinchilla():
     assert recipe.data.filter.enabled
     assert recipe.data.global_batch_tokens == 2**19
     assert recipe.train.steps == -(-20 * 190_354_176 // 2**19)
+
+
+def test_32b_is_the_published_history():
+    """Sheet sections 1.1, 4.3, 5.6; tokens from the checkpoint that midtraining starts from."""
+    recipe = load_recipe("olmo3_32b_stage1")
+    assert recipe.data.global_batch_tokens == 2**23
+    assert recipe.train.steps * recipe.data.global_batch_tokens == 5_502_926_848_000
+    (part,) = recipe.schedule.parts
+    assert (part.kind, part.peak, part.warmup, part.alpha_f) == ("cosine", 6e-4, 2000, 0.1)
+    assert part.horizon == pytest.approx(724.0e6 / 1024, rel=1e-4) and part.horizon > recipe.train.steps
+    filtered = recipe.data.filter
+    assert (filtered.enabled, filtered.min_period, filtered.max_period, filtered.max_count) == (
+        True,
+        1,
+        13,
+        32,
+    )
+    model = recipe.model
+    assert (model.n_heads, model.n_kv_heads, model.n_layers, model.d_ff) == (40, 8, 64, 27648)
+    full = [i for i, kind in enumerate(model.layer_kinds) if kind is LayerKind.FULL]
+    assert full == list(range(3, 64, 4))
+
+
+def test_32b_step_by_abstract_evaluation():
+    """The whole update at full size: 32,234,279,936 weights come out in the shapes they went in; no array is made.
+
+    On 512 devices every matrix is split, so a device holds 1/512 of the state but for the gains.
+    """
+    import jax
+    from jax.sharding import AbstractMesh
+
+    from model import sharding
+    from model.config import MeshConfig
+    from model.step import StepSpec, abstract_batch, abstract_state, train_step
+
+    recipe = load_recipe("olmo3_32b_stage1")
+    mesh = sharding.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    spec = StepSpec(recipe.model, recipe.optimizer, recipe.loss, recipe.numerics, mesh)
+    state = abstract_state(spec)
+    batch = abstract_batch(spec, recipe.data.global_batch_instances, recipe.data.sequence_length)
+    after, metrics = jax.eval_shape(lambda s, b: train_step(spec, s, b), state, batch)
+    shapes = [jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in (state, after)]
+    assert shapes[0] == shapes[1] and metrics["ce"].shape == ()
+    assert sum(p.size for p in jax.tree.leaves(after["params"])) == 32_234_279_936
+    many = sharding.param_shardings(recipe.model, AbstractMesh((1, 512, 1), sharding.AXES))
+    for weight, where in zip(jax.tree.leaves(after["params"]), jax.tree.leaves(many)):
+        part = where.shard_shape(weight.shape)
+        share = 512 if len([n for n in weight.shape if n > 64]) > 1 else 1
+        assert weight.size == share * math.prod(part)
