@@ -41,7 +41,11 @@ class CorpusConfig(Section):
     )
     manifest: str = Field("", description="tokens: name of a mix that ships in ai2-olmo-core, or a path")
     base_dir: str = Field("", description="tokens: what the manifest's paths are relative to")
-    heldout_manifest: str = ""
+    heldout_manifest: str = Field(
+        "",
+        description="validation mix to judge on (v3-small-ppl-validation, c4-ppl-validation, or a path), below base_dir; "
+        "tokens: the held-out side; other kinds: judged instead of the corpus's own held-out documents",
+    )
     max_document_mb: float = Field(64.0, gt=0, description="a longer document is refused, counted and listed")
 
     @model_validator(mode="after")
@@ -50,7 +54,14 @@ class CorpusConfig(Section):
             raise ValueError("corpus.kind 'files' needs at least one entry in corpus.sources")
         if self.kind == "tokens" and not (self.manifest and self.base_dir):
             raise ValueError("corpus.kind 'tokens' needs corpus.manifest and corpus.base_dir")
+        if self.heldout_manifest and not self.base_dir:
+            raise ValueError("corpus.heldout_manifest needs corpus.base_dir, what its paths are relative to")
         return self
+
+    @property
+    def judged(self) -> str:
+        """Folder below tokens/ whose documents are judged."""
+        return "validation" if self.heldout_manifest and self.kind != "tokens" else "heldout"
 
 
 class TokenizerConfig(Section):

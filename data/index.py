@@ -27,16 +27,41 @@ def read_manifest(tokens_dir: str | Path) -> dict[str, Any]:
     manifest = read_json(Path(tokens_dir) / MANIFEST)
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise IdentityError(f"{tokens_dir}/{MANIFEST} is not of the format {FORMAT}", "tokenize again")
+    wrong = manifest_problem(manifest)
+    if wrong:
+        raise IdentityError(f"{tokens_dir}/{MANIFEST}: {wrong}", "it is damaged: tokenize again")
     return dict(manifest)
+
+
+def manifest_problem(manifest: Mapping[str, Any]) -> str:
+    """What is wrong with a manifest; '' if nothing is. No entry may lead out of the folder its tokens lie in."""
+    shards, tokenizer = manifest.get("shards"), manifest.get("tokenizer")
+    if not isinstance(shards, list) or not isinstance(tokenizer, Mapping):
+        return "it has no list `shards` or no `tokenizer`"
+    if not isinstance(manifest.get("base_dir", ""), str):
+        return "`base_dir` is no text"
+    for number, entry in enumerate(shards):
+        if not isinstance(entry, Mapping):
+            return f"shard {number} is no object"
+        for field in ("path", "label", "sha256", "sample_sha256"):
+            if not isinstance(entry.get(field), str):
+                return f"shard {number} has no text {field!r}"
+        path = entry["path"]
+        if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path or "://" in path:
+            return f"shard {number} has the path {path[:80]!r}, which is not one below its folder"
+        tokens = entry.get("tokens")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 60:
+            return f"shard {number} has {str(tokens)[:40]} tokens"
+    return ""
 
 
 def check_tokenizer(manifest: Mapping[str, Any], tokenizer: TokenizerConfig, where: str) -> None:
     """Refuse tokens that another tokenizer made, or the same one with another policy."""
     made = manifest["tokenizer"]
     for field in ("sha256", "vocab_size", "eos_id", "pad_id", "strip", "literal_eos"):
-        if made[field] != getattr(tokenizer, field):
+        if made.get(field) != getattr(tokenizer, field):
             raise IdentityError(
-                f"the tokens in {where} were made with tokenizer.{field} = {made[field]!r}, "
+                f"the tokens in {where} were made with tokenizer.{field} = {made.get(field)!r}, "
                 f"the recipe says {getattr(tokenizer, field)!r}",
                 "tokenize again with this tokenizer, or use the recipe that made these tokens",
             )

@@ -10,7 +10,6 @@ depends on processor and numpy build. `sort="stable"` is ours and the same every
 repeats the reference on a machine like the one it ran on. A run says which.
 """
 
-import gzip
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import numba
 import numpy as np
 
+from data.boundaries import boundaries
 from data.config import FilterConfig
 from data.documents import open_bytes
 from data.index import InstanceIndex
@@ -54,17 +54,9 @@ def scan_documents(tokens: np.ndarray, eos_id: int, bos_id: int | None = None) -
 
 def read_boundaries(path: str, tokens: int) -> np.ndarray:
     """Spans from a `.csv.gz` (start,end,...): int64[n, 2], checked against the length of the token file."""
-    with open_bytes(path) as raw, gzip.open(raw, "rt", newline="") as f:
-        pairs = [line.split(",", 2)[:2] for line in f if line.strip()]
-    try:
-        spans = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    except ValueError as e:
-        raise DataError(f"{path} is not a list of document boundaries: {e}", "make it again") from None
-    if len(spans) and (spans.min() < 0 or spans[:, 1].max() > tokens or (spans[:, 0] >= spans[:, 1]).any()):
-        raise DataError(
-            f"{path} has boundaries outside its {tokens} tokens", "it belongs to another token file"
-        )
-    return spans
+    with open_bytes(path) as raw:
+        pairs = [(start, end) for start, end, _ in boundaries(raw, tokens, path)]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def documents_of(

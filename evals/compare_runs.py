@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from data.config import CorpusConfig
 from evals.evaluate import EvaluateSpec, evaluate_run
 from evals.report.build import build
 from infra.artifacts import differences, read_json, write_json_atomic
@@ -75,10 +76,10 @@ def joint_recipe(first: dict[str, Any], second: dict[str, Any], a: Path, b: Path
 
 def same_heldout(a: Path, b: Path) -> None:
     """Both runs must hold the same held-out tokens: losses of other documents cannot be paired."""
-    shards = [read_json(run / "tokens" / "heldout" / "manifest.json")["shards"] for run in (a, b)]
-    left, right = (
-        [{k: s[k] for k in ("path", "label", "tokens", "sha256")} for s in side] for side in shards
-    )
+    folders = [CorpusConfig.model_validate(read_json(run / "recipe.json")["corpus"]).judged for run in (a, b)]
+    shards = [read_json(r / "tokens" / f / "manifest.json")["shards"] for r, f in zip((a, b), folders)]
+    fields = ("path", "label", "tokens", "sha256", "sample_sha256")
+    left, right = ([{k: s[k] for k in fields} for s in side] for side in shards)
     found = differences(left, right)
     if found:
         raise IdentityError(

@@ -8,24 +8,25 @@ dropped (OLMo-core's padded FSL, sheet section 5.9). The surprising thing: AI2's
 L tokens by L although there are only L - 1 predictions, so its figure is low by (L-1)/L. Both definitions
 stand in every result, by name: `reference` divides by L, `per_prediction` by L - 1. The verdict uses
 `per_prediction`. Nothing is dropped by batch: AI2's subset depends on world size (sheet section 6.1), ours does not.
+AI2's published validation mixes (`corpus.heldout_manifest`) are read in the same way, from where their files lie.
 
 Surface 1 is `heldout_loss`: one domain (`evals.loss_domain`, C4-style prose in the shipped recipes) or, where that
 is empty, all documents pooled. Surface 3 is `domain_loss`: the same, domain by domain.
 """
 
-import csv
-import gzip
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.boundaries import boundaries
+from data.files import join
 from data.index import read_manifest
-from data.token_files import TokenShard, open_tokens
+from data.token_files import TokenShard, is_remote, open_tokens, verify_shard
 from evals.scoring import Params, Request, Scorer
 from infra.errors import DataError
 
@@ -47,11 +48,17 @@ class Document:
 
 @dataclass(frozen=True)
 class HeldoutSet:
-    """The documents that are judged, and what was left out and why."""
+    """The documents that are judged, and what was left out and why.
+
+    `singles`: documents of one token, by domain, where every document of the domain is judged. They predict nothing, and
+    OLMo-core counts their token in L all the same. `source`: the published mix, where it is one.
+    """
 
     documents: list[Document]
     context: int
     left_out: dict[str, int]
+    singles: dict[str, int] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def domains(self) -> list[str]:
@@ -64,6 +71,8 @@ class HeldoutSet:
         for d in self.documents:
             h.update(f"{d.domain}\0{d.id}\0{len(d.tokens)}\0".encode())
             h.update(d.tokens.astype("<i4").tobytes())
+        for domain, n in sorted(self.singles.items()):
+            h.update(f"{domain}\0{n}\0".encode())
         return h.hexdigest()
 
 
@@ -73,15 +82,24 @@ def spans(tokens: np.ndarray, eos_id: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1].tolist()], ends.tolist())) if len(ends) else []
 
 
-def shard_documents(tokens: Any, boundaries: Path, eos_id: int) -> Iterator[tuple[int, int, str]]:
-    """(start, end, id) of a token file's documents, from its `.csv.gz` where there is one, else by EOS."""
-    if boundaries.exists():
-        with gzip.open(boundaries, "rt", newline="") as f:
-            for k, row in enumerate(csv.reader(f)):
-                yield int(row[0]), int(row[1]), (row[2] if len(row) > 2 and row[2] else str(k))
-        return
-    for k, (start, end) in enumerate(spans(tokens[0 : len(tokens)], eos_id)):
-        yield start, end, str(k)
+def shard_documents(tokens: Any, path: str, eos_id: int) -> Iterator[tuple[int, int, str]]:
+    """(start, end, id) of a token file's documents, from the `.csv.gz` at `path` where there is one, else by EOS."""
+    rows = list(boundary_rows(path, len(tokens)))
+    for k, (start, end, name) in enumerate(rows):
+        yield start, end, name or str(k)
+    if not rows:
+        for k, (start, end) in enumerate(spans(tokens[0 : len(tokens)], eos_id)):
+            yield start, end, str(k)
+
+
+def boundary_rows(path: str, tokens: int) -> Iterator[tuple[int, int, str]]:
+    """The rows of a local or remote `.csv.gz`; nothing where there is none."""
+    import fsspec
+
+    system, key = fsspec.core.url_to_fs(path)
+    if system.exists(key):
+        with system.open(key, "rb") as raw:
+            yield from boundaries(raw, tokens, path)
 
 
 def read_documents(
@@ -90,15 +108,24 @@ def read_documents(
     """At most `per_domain` documents of each domain of a token directory, the same ones every time.
 
     The choice is by sha256 of the document's place, so that a larger `per_domain` only adds documents.
-    `byte_lengths` int[V]: UTF-8 bytes of each token id (0 for special tokens).
+    `byte_lengths` int[V]: UTF-8 bytes of each token id (0 for special tokens). Files of a published mix are checked
+    against their sampled digests first, and read whole where they are remote.
     """
     chosen: dict[str, list[tuple[str, Document]]] = {}
+    singles: dict[str, int] = {}
     left = {"without_a_prediction": 0, "unterminated_tail_tokens": 0, "beyond_the_limit": 0}
-    for shard in read_manifest(tokens_dir)["shards"]:
-        path = tokens_dir / shard["path"]
-        tokens = open_tokens(TokenShard(str(path), shard["label"], shard["tokens"]))
+    manifest, base = read_manifest(tokens_dir), token_root(tokens_dir)
+    for shard in manifest["shards"]:
+        path = join(base, shard["path"])
+        digests = shard.get("sha256", ""), shard.get("sample_sha256", "")
+        found = TokenShard(path, shard["label"], shard["tokens"], *digests)
+        if manifest.get("base_dir"):
+            verify_shard(found, "full" if found.sha256 else "sampled" if found.sample else "size")
+        tokens = open_tokens(found)
+        tokens = tokens[0 : len(tokens)] if is_remote(path) else tokens
+        check_ids(tokens, len(byte_lengths), path)
         last = 0
-        for start, end, name in shard_documents(tokens, path.with_suffix(".csv.gz"), eos_id):
+        for start, end, name in shard_documents(tokens, f"{path.removesuffix('.npy')}.csv.gz", eos_id):
             last = end
             ids = np.asarray(tokens[start : min(end, start + context)], np.int32)
             if int(tokens[end - 1 : end][0]) != eos_id:
@@ -106,6 +133,7 @@ def read_documents(
                 continue
             if len(ids) < 2:
                 left["without_a_prediction"] += 1
+                singles[shard["label"]] = singles.get(shard["label"], 0) + 1
                 continue
             key = f"{shard['path']}#{name}"
             document = Document(
@@ -114,16 +142,33 @@ def read_documents(
             chosen.setdefault(shard["label"], []).append((hashlib.sha256(key.encode()).hexdigest(), document))
         left["unterminated_tail_tokens"] += len(tokens) - last
     documents: list[Document] = []
-    for found in chosen.values():
-        kept = {id(d) for _, d in sorted(found, key=lambda pair: pair[0])[:per_domain]}
-        left["beyond_the_limit"] += len(found) - len(kept)
-        documents += [d for _, d in found if id(d) in kept]
+    for label, candidates in chosen.items():
+        kept = {id(d) for _, d in sorted(candidates, key=lambda pair: pair[0])[:per_domain]}
+        left["beyond_the_limit"] += len(candidates) - len(kept)
+        documents += [d for _, d in candidates if id(d) in kept]
+        if len(kept) < len(candidates):
+            singles.pop(label, None)
     if not documents:
         raise DataError(
             f"{tokens_dir} holds no held-out document with at least one prediction",
             "use a larger corpus or a smaller corpus.heldout_one_in",
         )
-    return HeldoutSet(documents, context, left)
+    judged = {label: n for label, n in singles.items() if label in chosen}
+    return HeldoutSet(documents, context, left, judged, str(manifest.get("mix", "")))
+
+
+def token_root(tokens_dir: Path) -> str:
+    """What the paths of a token manifest are relative to: its own folder, or the place of a published mix."""
+    return read_manifest(tokens_dir).get("base_dir") or str(tokens_dir)
+
+
+def check_ids(tokens: np.ndarray, vocab: int, path: str) -> None:
+    """Raise DataError where a token file holds ids that the model has no row for."""
+    if len(tokens) and int(tokens.max()) >= vocab:
+        raise DataError(
+            f"{path} holds the token id {int(tokens.max())}, the model has {vocab} rows",
+            "these tokens are of another tokenizer",
+        )
 
 
 def evaluate(scorer: Scorer, params: Params, heldout: HeldoutSet) -> list[float]:
@@ -162,10 +207,14 @@ def summary(heldout: HeldoutSet, nll: Sequence[float]) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "documents": rows,
-        "domains": {name: pooled([r for r in rows if r["domain"] == name]) for name in heldout.domains},
-        "pooled": pooled(rows),
+        "domains": {
+            name: pooled([r for r in rows if r["domain"] == name], heldout.singles.get(name, 0))
+            for name in heldout.domains
+        },
+        "pooled": pooled(rows, sum(heldout.singles.values())),
         "left_out": heldout.left_out,
         "rules": {
+            "documents": heldout.source or "held out of the corpus",
             "bos": "none",
             "window": f"first {heldout.context} tokens of each document, one window, EOS included",
             "definitions": {"reference": "sum / L", "per_prediction": "sum / (L - 1)"},
@@ -174,7 +223,9 @@ def summary(heldout: HeldoutSet, nll: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`figures` over documents, weighted by token."""
-    sums = [sum(r[key] for r in rows) for key in ("nll", "predictions", "tokens", "bytes")]
-    return {**figures(*sums), "documents": len(rows)}
+def pooled(rows: Sequence[Mapping[str, Any]], singles: int = 0) -> dict[str, float]:
+    """`figures` over documents, weighted by token; `singles` more tokens that predict nothing."""
+    nll, predictions, tokens, size = (
+        sum(r[key] for r in rows) for key in ("nll", "predictions", "tokens", "bytes")
+    )
+    return {**figures(nll, predictions, tokens + singles, size), "documents": len(rows)}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from evals.config import FAST_TASKS
 from evals.scoring import Params, Request, Scorer
 from evals.tasks import choose_items, go_offline
 from evals.text import TextTokenizer
@@ -23,16 +24,6 @@ from infra.artifacts import fingerprint, versions
 from infra.errors import DataError, RecipeError
 
 LOG2_E = 1.44269504089  # olmo_eval.metrics.LOG_2_OF_E
-FAST_TASKS = (
-    "arc_challenge_test_bpb_5shot", "arc_challenge_test_mc_5shot_fast", "arc_easy_test_bpb_5shot", "arc_easy_test_mc_5shot_fast",
-    "hellaswag_bpb_5shot", "mmlu_humanities_test_bpb_5shot", "mmlu_humanities_test_mc_5shot_fast", "mmlu_other_test_bpb_5shot",
-    "mmlu_other_test_mc_5shot_fast", "mmlu_social_sciences_test_bpb_5shot", "mmlu_social_sciences_test_mc_5shot_fast",
-    "mmlu_stem_test_bpb_5shot", "mmlu_stem_test_mc_5shot_fast", "basic_skills_arithmetic_rc_5shot", "basic_skills_coding_rc_5shot",
-    "basic_skills_common_knowledge_rc_5shot", "basic_skills_logical_reasoning_rc_5shot", "basic_skills_pattern_rc_5shot",
-    "basic_skills_string_operations_rc_5shot", "codex_humaneval_gold_bpb_3shot", "codex_mbpp_gold_bpb_3shot",
-    "mt_mbpp_cpp_gold_bpb_3shot", "mt_mbpp_java_gold_bpb_3shot", "mt_mbpp_rust_gold_bpb_3shot", "minerva_math_500_gold_bpb_0shot",
-    "copycolors_10way_fast",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ NAMES = {
     "skipped": ("optim/step skipped", "step skipped"),
     "tokens_seen": ("throughput/total tokens", "total tokens"),
 }
+MAX_BYTES, MAX_STEP = 256 << 20, 1e15
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ def read_wandb(path: Path, *, run_name: str = "", tokens_per_step: int = 0) -> C
     With `tokens_per_step` an x axis of tokens (first column not named `Step`) becomes steps. Raises DataError that names the runs
     of the file when `run_name` is needed or unknown.
     """
-    with open(path, newline="", encoding="utf-8-sig") as f:
-        rows = list(csv.reader(f))
+    rows = read_rows(path)
     if len(rows) < 2 or not rows[0]:
         raise DataError(f"{path} holds no row of a W&B export", "export the panel as CSV again")
     head = rows[0]
@@ -66,6 +66,8 @@ def read_wandb(path: Path, *, run_name: str = "", tokens_per_step: int = 0) -> C
     if by_tokens and not tokens_per_step:
         raise DataError(f"the x axis of {path} is {head[0]!r}, not Step", "say tokens_per_step")
     x = np.array([number(r[0]) for r in rows[1:]])
+    if not np.isfinite(x).all() or np.abs(x).max() > MAX_STEP:
+        raise DataError(f"{path} has a row whose {head[0]!r} is no step", "export the panel as CSV again")
     steps = np.rint(x / tokens_per_step if by_tokens else x).astype(np.int64)
     values = {
         k: np.array([number(r[i]) if i < len(r) else math.nan for r in rows[1:]])
@@ -78,6 +80,17 @@ def read_wandb(path: Path, *, run_name: str = "", tokens_per_step: int = 0) -> C
     if len(steps) != len(np.unique(steps)):
         raise DataError(f"{path} holds a step twice for run {run_name!r}", "export one run, or one x axis")
     return Curve(run_name, steps, {k: v[keep][order] for k, v in values.items()})
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """The rows of a CSV export that are not blank; too large or damaged is a named error."""
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"{path} is larger than {MAX_BYTES >> 20} MB: no W&B export is", "export one panel")
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            return [row for row in csv.reader(f) if row]
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise DataError(f"{path} is not a CSV file: {e}", "export the panel as CSV again") from None
 
 
 def number(cell: str) -> float:

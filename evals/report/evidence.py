@@ -155,7 +155,7 @@ def history(facts: Facts) -> Section:
         + (f", until step {p['until']}" if p["until"] else "")
         for i, p in enumerate(r["schedule"]["parts"])
     ]
-    h, skip = r["history"], r["optimizer"]["skip_step"]
+    h, skip, entered = r["history"], r["optimizer"]["skip_step"], facts.get("entered")
     cold = ", ".join(map(str, h["cold_window_at"])) or "none"
     rows = [
         ["learning rate", "; ".join(parts)],
@@ -169,6 +169,14 @@ def history(facts: Facts) -> Section:
             f"window {skip['window']}, {skip['sigma']:g} sigma, NaN policy {skip['nan_policy']}"
             if skip["enabled"]
             else "off",
+        ],
+        ["AdamW moments", r["optimizer"]["moments_dtype"]],
+        [
+            "begins with",
+            f"step {entered['step']} of {entered['run']}, optimizer state included; the checkpoint's values stay: "
+            + (", ".join(entered["overruled"]) or "none differs")
+            if entered
+            else "the step-0 weights of the reference",
         ],
         ["repetition filter", "on" if r["data"]["filter"]["enabled"] else "off (as in the 7B run)"],
         [

@@ -20,8 +20,9 @@ from evals.comparison import SURFACES, compare
 from evals.config import EvalConfig, ParityConfig
 from evals.evaluate import FILES, INLOOP_FILES
 from evals.logged_curve import compare_curves, from_metrics, read_wandb
+from evals.report.results import problem
 from evals.statistics import sign_pattern
-from infra.artifacts import differences, read_json, versions
+from infra.artifacts import differences, fingerprint, read_json, versions
 from infra.errors import ReproError
 from model.config import TrainConfig
 from model.metrics import read_metrics
@@ -75,6 +76,7 @@ def gather(run: Path) -> Facts:
         "plan": plan_facts(run),
         "unchecked_exports": unchecked_exports(run, landmarks),
         "training": training,
+        "entered": read_json(entered) if (entered := run / "train" / "entered.json").exists() else None,
         "receipts": receipts,
         "alarms": alarms,
         "corpus": corpus,
@@ -131,6 +133,11 @@ def landmark_results(run: Path, step: int, missing: list[str], cfg: EvalConfig) 
     folder = run / "evals" / f"step{step}"
     names = (*FILES, *(INLOOP_FILES if cfg.inloop_tasks else ()))
     found = {name: optional(folder / f"{name}.json", missing) for name in names}
+    for name, record in found.items():
+        why = problem(name, record) if record is not None else ""
+        if why:
+            missing.append(f"{folder / name}.json {why}")
+            found[name] = None
     return {**found, "two_by_two": optional(folder / "two_by_two.json", [])}
 
 
@@ -356,6 +363,38 @@ def optimizer_dtypes(run: Path, step: int) -> dict[str, str]:
     return found
 
 
+def judged_weights(run: Path, landmarks: tuple[int, ...]) -> dict[str, dict[str, str]]:
+    """{step: {side: digest}}: the weights that the results of each landmark say they judged."""
+    out: dict[str, dict[str, str]] = {}
+    for step in landmarks:
+        both = optional(run / "evals" / f"step{step}" / "token_kl.json", [])
+        identity = both.get("identity") if isinstance(both, dict) else None
+        digests = identity.get("weights") if isinstance(identity, dict) else None
+        if isinstance(digests, list) and len(digests) == 2 and all(isinstance(d, str) for d in digests):
+            out[str(step)] = dict(zip(("reference", "reproduced"), digests))
+    return out
+
+
+def made_weights(run: Path, landmarks: tuple[int, ...]) -> dict[str, dict[str, str]]:
+    """The same digests from the records of the stages that made the weights; nothing is hashed here."""
+    out: dict[str, dict[str, str]] = {str(s): {} for s in landmarks}
+    for side, stage, folder, ending in (
+        ("reference", "reference", "reference/hf/step{}/", ".safetensors"),
+        ("reproduced", "train", "checkpoints/step{}/params/", ""),
+    ):
+        made = (optional(run / "stages" / f"{stage}.json", []) or {}).get("outputs", {})
+        for step, sides in out.items():
+            root = folder.format(step)
+            files = {
+                n.removeprefix(root): f["sha256"]
+                for n, f in made.items()
+                if n.startswith(root) and n.endswith(ending)
+            }
+            if files:
+                sides[side] = fingerprint(files)
+    return out
+
+
 def alarm_facts(
     run: Path, recipe: dict[str, Any], curves: dict[str, Any], comparisons: dict[int, dict[str, Any]],
     receipts: dict[str, Any], manifests: dict[str, Any], landmarks: tuple[int, ...], outside: dict[str, Any] | None,
@@ -370,6 +409,12 @@ def alarm_facts(
         "landmarks": list(landmarks),
         "vocab_size": recipe["model"]["vocab_size"],
         "optimizer_dtypes": optimizer_dtypes(run, landmarks[-1]),
+    }
+    facts |= {
+        "judged_weights": judged_weights(run, landmarks),
+        "made_weights": made_weights(run, landmarks),
+        "may_be_equal": bool(recipe.get("compared")),
+        "spot_check": optional(run / "evals" / f"step{landmarks[-1]}" / "spot_check.json", []),
     }
     if "heldout_loss" in last:
         facts["heldout_difference"] = last["heldout_loss"]["difference"]

@@ -50,7 +50,7 @@ def check_header(header: dict[str, Any], body: int, path: Path) -> None:
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise IdentityError(f"{path}: the entry of {name} is incomplete", REMEDY)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if dtype not in ITEM_BYTES:
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise IdentityError(f"{path}: {name} has dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}", REMEDY)
         if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(_count(n) for n in shape):
             raise IdentityError(f"{path}: {name} has the shape {shape!r}", REMEDY)

@@ -65,9 +65,12 @@ def read_params(directory: str | Path, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def read_state(
-    directory: str | Path, cfg: ModelConfig, optimizer: OptimizerConfig, step: int
+    directory: str | Path, cfg: ModelConfig, optimizer: OptimizerConfig, step: int, *, streamed: bool = False
 ) -> dict[str, Any]:
-    """The whole training state after `step`: `{"params", "opt": {"m", "v", "count", "window"}, "step"}`, numpy."""
+    """The whole training state after `step`: `{"params", "opt": {"m", "v", "count", "window"}, "step"}`, numpy.
+
+    `streamed`: weights and moments are `Pieces`, read only while Orbax writes them.
+    """
     checkpoint = Checkpoint(directory)
     check(checkpoint, cfg, optimizer=True)
     counts = {float(checkpoint.read(source_name(e, "step"))) for e in entries(cfg)}
@@ -82,11 +85,12 @@ def read_state(
         "norms": np.zeros(slots, np.float32),
         "seen": np.int32(0),
     }
+    make = _streamed if streamed else _tree
     return {
-        "params": _tree(checkpoint, cfg, "params"),
+        "params": make(checkpoint, cfg, "params"),
         "opt": {
-            "m": _tree(checkpoint, cfg, "m", np.dtype(optimizer.moments_dtype)),
-            "v": _tree(checkpoint, cfg, "v", np.dtype(optimizer.moments_dtype)),
+            "m": make(checkpoint, cfg, "m", np.dtype(optimizer.moments_dtype)),
+            "v": make(checkpoint, cfg, "v", np.dtype(optimizer.moments_dtype)),
             "count": np.float32(counts.pop()),
             "window": window,
         },
@@ -103,21 +107,30 @@ def _tree(checkpoint: Checkpoint, cfg: ModelConfig, part: str, dtype: Any = np.f
     return out
 
 
+def _streamed(checkpoint: Checkpoint, cfg: ModelConfig, part: str, dtype: Any = np.float32) -> dict[str, Any]:
+    """One part of the checkpoint in our layout, read only while it is written."""
+    from model.convert.pieces import pieces_tree
+
+    return pieces_tree(cfg, lambda e: checkpoint.read(source_name(e, part)), dtype)
+
+
 def adopt(spec: Any, directory: str | Path, step: int) -> Path:
     """Write RUN/checkpoints/step<k> from the reference's step k, so that our trainer continues there.
 
-    `spec`: model.train.TrainSpec. The receipt is the one of the run's own index and order after `step` steps.
+    `spec`: model.train.TrainSpec. The receipt is the one of the run's own index and order after `step` steps. Weights
+    and moments stream: memory is the largest tensor, not the 88 GB of a 7B state.
     """
     from data.receipt import Receipt, expected
     from model.checkpoint import write_checkpoint
+    from model.convert.pieces import writer
     from model.train import Trainer
 
     trainer = Trainer(spec)
-    state = read_state(directory, spec.model, spec.optimizer, step)
+    state = read_state(directory, spec.model, spec.optimizer, step, streamed=True)
     receipts = expected(trainer.index, trainer.order, spec.data.global_batch_instances, step)
     receipt = Receipt(step, bytes.fromhex(receipts[step])) if step else Receipt()
-    meta = {**trainer.meta(step, receipt), "adopted_from": str(directory)}
-    return write_checkpoint(trainer.root, step, state, meta)
+    meta = {**trainer.meta(step, receipt, state), "adopted_from": str(directory)}
+    return write_checkpoint(trainer.root, step, state, meta, checkpointer=writer())
 
 
 def model_config(step_dir: str | Path) -> ModelConfig:

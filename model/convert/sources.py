@@ -3,12 +3,14 @@
     resolve("allenai/Olmo-3-1025-7B@stage1-step0")     -> local snapshot, with the commit and digests for the lineage
     published("stage1/step100000")                     -> the address of AI2's fp32 original
 
-A hub name without a revision is refused: `main` moves. The surprising thing: in the list the third stage is
+A hub name without a revision is refused: `main` moves. What arrives is checked against the digests that the hub or the
+bucket gives: the hub's own client compares sizes only. The surprising thing: in the list the third stage is
 called `stage_3_longcontext` while its folder is `stage3`, and stage 1 has a step 0 while the others have none.
 Source: `allenai/OLMo-core`, `src/scripts/official/OLMo3/OLMo-3-1025-7B.csv`.
 """
 
 import csv
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -61,15 +63,21 @@ def resolve(address: str | Path, cache: str | Path | None = None) -> Resolved:
 
 def snapshot(repo: str, revision: str, cache: str | Path | None = None) -> Resolved:
     """Weights and configuration of a hub repository at a revision: safetensors and JSON only, never code."""
+    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionNotFoundError
 
     try:
         path = Path(snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=list(WANTED)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, FileNotFoundError) as e:
+    except RevisionNotFoundError:
+        raise IdentityError(
+            f"{repo} has no revision {revision!r}",
+            "see its list of branches; steps are named stage1-step1413814",
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as e:
         raise IdentityError(
             f"{repo}@{revision} is not in the cache and cannot be fetched: {str(e).splitlines()[0]}",
-            "check the name and the revision, and the network if HF_HUB_OFFLINE is not set",
+            "check the name and the revision, and the network if HF_HUB_OFFLINE is not set; what has arrived is kept",
         ) from None
     files = {p.name: blob_digest(p) for p in sorted(path.iterdir()) if p.suffix in (".safetensors", ".json")}
     return Resolved(
@@ -78,13 +86,34 @@ def snapshot(repo: str, revision: str, cache: str | Path | None = None) -> Resol
 
 
 def blob_digest(path: Path) -> str:
-    """sha256 of a file in a hub cache: the name of its blob where that is one, else computed."""
-    name = path.resolve().name
-    return name if re.fullmatch(r"[0-9a-f]{64}", name) else sha256_file(path)
+    """sha256 of a file in a hub cache. Its blob is named by content, and content that does not fit is refused.
+
+    Large files are named by sha256, small ones by git's blob id (sha1 over `blob <size>` and the bytes).
+    """
+    blob = path.resolve()
+    found = sha256_file(blob)
+    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+        wanted, actual = blob.name, found
+    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
+        data = blob.read_bytes()
+        wanted, actual = blob.name, hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    else:
+        return found
+    if wanted != actual:
+        raise IdentityError(
+            f"{path.name} arrived with the digest {actual[:16]}, the hub says {wanted[:16]}",
+            f"delete {blob} and fetch it again",
+        )
+    return found
 
 
 def fetch(url: str, cache: Path) -> Resolved:
-    """Copy a gs:// (or other fsspec) directory into `cache`, once; the copy appears whole or not at all."""
+    """Copy a gs:// (or other fsspec) directory into `cache`, once; the copy appears whole or not at all.
+
+    Objects of gs:// are checked by CRC32C and pinned to the generation that was listed.
+    """
+    if url.startswith("gs://"):
+        return _fetch_bucket(url, cache)
     import fsspec
 
     system, root = fsspec.core.url_to_fs(url.rstrip("/"))
@@ -102,6 +131,28 @@ def fetch(url: str, cache: Path) -> Resolved:
                 if place.stat().st_size != listing[name]["size"]:
                     raise IdentityError(f"{name} arrived with {place.stat().st_size} bytes", "fetch it again")
     return Resolved(target, {"kind": "remote", "url": url, "sizes": sizes})
+
+
+def _fetch_bucket(url: str, cache: Path) -> Resolved:
+    from infra.storage import open_url
+
+    bucket, prefix = open_url(url)
+    listed = {n.removeprefix(prefix): e for n, e in bucket.list(prefix).items() if not n.endswith("/")}
+    if not listed:
+        raise IdentityError(f"{url} holds no file", "check the address and the permissions")
+    outside = [n for n in listed if ".." in Path(n).parts or Path(n).is_absolute()]
+    if outside:
+        raise IdentityError(f"{url} holds a name that leads elsewhere: {outside[0]!r}", "do not fetch it")
+    objects = {
+        n: {"bytes": e.size, "crc32c": e.crc32c, "generation": e.generation}
+        for n, e in sorted(listed.items())
+    }
+    name = Path(prefix).name or bucket.name
+    target = cache / f"{name}-{fingerprint({'url': url, 'objects': objects})[:16]}"
+    if not target.is_dir():
+        with atomic_dir(target) as tmp:
+            bucket.download([(e, tmp / n) for n, e in listed.items()])
+    return Resolved(target, {"kind": "remote", "url": url, "objects": objects})
 
 
 def published(text: str, table: str | Path | None = None) -> str:

@@ -61,6 +61,11 @@ def open_source(path: str | Path, model: ModelConfig | None = None) -> Source:
     )
 
 
+def named(source: str | Path | Source) -> str:
+    """The source for the lineage: its path, or its kind where it has none."""
+    return source.kind if isinstance(source, Source) else str(source)
+
+
 def dcp_source(path: Path, model: ModelConfig | None) -> Source:
     """An OLMo-core checkpoint; without `model` its own config.json must stand beside it."""
     from model.convert.dcp import Checkpoint
@@ -184,7 +189,7 @@ def header_digest(path: Path) -> str:
 
 
 def convert(
-    source: str | Path,
+    source: str | Path | Source,
     out: str | Path,
     *,
     model: ModelConfig | None = None,
@@ -196,20 +201,20 @@ def convert(
     max_file_bytes: int = FILE_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Convert `source` to the HF directory `out`; returns its lineage (also in `out/conversion.json`).
+    """Convert `source` (a directory, or a Source of any other kind) to the HF directory `out`; returns its lineage.
 
     Raises IdentityError where source and model disagree, or where padding is asked for that the source lacks.
     """
     from model.convert.hf import IM_END_ID, hf_config
 
     out = Path(out)
-    found = open_source(source, model)
+    found = source if isinstance(source, Source) else open_source(source, model)
     cfg = found.model
     rows = cfg.padded_vocab_size if keep_padding else cfg.vocab_size
     if rows > found.rows:
         missing = rows - found.rows
         raise IdentityError(
-            f"{source} holds {found.rows} of {rows} vocabulary rows: the {missing} padding rows were cut off. They take "
+            f"{named(source)} holds {found.rows} of {rows} vocabulary rows: the {missing} padding rows were cut off. They take "
             f"part in the softmax, so a loss without them is lower by about {math.log(rows / found.rows):.1e} nat at start",
             "convert without --keep-padding, or start from a checkpoint with all rows",
         )
@@ -222,7 +227,7 @@ def convert(
         pad_id=pad_id,
     )
     plan = {
-        "source": {"kind": found.kind, "path": str(source), **found.identity},
+        "source": {"kind": found.kind, "path": named(source), **found.identity},
         "dtype": dtype,
         "vocab_rows": rows,
         "config": config,

@@ -6,6 +6,9 @@ Model: the tiny recipe's shape (width 64, 4 layers, 100,352 classes), random wei
 turn, until `--rounds` or `--limit` seconds are reached (a round that has begun is finished); the first call of ours, which compiles, is timed
 apart. Printed: medians of requests per second, wall and CPU, and the largest difference of a log-likelihood. lm-eval's HF model needs the
 package `accelerate`. The surprising thing: more items make ours faster per request and theirs not, since compiled shapes are filled better.
+
+The last line says what running each shared context through the body only once could gain at most: the body's share of our time,
+times the share of its tokens that are repeated contexts.
 """
 
 import argparse
@@ -21,10 +24,11 @@ import jax
 import numpy as np
 
 from data.config import TokenizerConfig
+from evals import scoring
 from evals.config import EIGHT_TASKS
 from evals.downstream import Suite
 from evals.lm_eval_model import JaxLM
-from evals.scoring import Scorer
+from evals.scoring import Request, Scorer
 from evals.tasks import quiet
 from evals.text import TextTokenizer
 from model.config import ModelConfig, NumericsConfig
@@ -32,6 +36,31 @@ from model.convert.hf import export_hf
 from model.olmo3 import abstract_params
 
 CONTEXT = 256
+
+
+def prefix_tokens(requests: list[Request]) -> tuple[int, int]:
+    """(input tokens that run now, tokens if every common prefix ran once)."""
+    inputs = sorted({tuple(r.tokens[:-1].tolist()) for r in requests})
+    now = sum(len(a) for a, b in zip(inputs, [*inputs[1:], ()]) if b[: len(a)] != a)
+    shared = 0
+    before: tuple[int, ...] = ()
+    for x in inputs:
+        common = next((k for k, (a, b) in enumerate(zip(x, before)) if a != b), min(len(x), len(before)))
+        shared += len(x) - common
+        before = x
+    return now, shared
+
+
+def body_seconds(scorer: Scorer, params: Any, requests: list[Request]) -> float:
+    """Seconds of the model's body alone, over the batches that `score` runs."""
+    plan = scoring._plan(scorer, requests)
+    start = time.perf_counter()
+    for bucket, members in plan.order.items():
+        size = scorer.rows_per_batch(bucket)
+        for at in range(0, len(members), size):
+            batch = [requests[r].tokens[:-1] for r in members[at : at + size]]
+            scorer.hidden(params, batch, bucket).block_until_ready()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -60,9 +89,11 @@ def main() -> None:
         export_hf(params, model, root / "hf", context_length=CONTEXT, keep_padding=True)
         suite = Suite.load(EIGHT_TASKS, items_per_task=args.items, cache=root / "cache", max_cut_share=1.0)
         requests = [i for item in suite.items for i in item.instances]
-        lm = JaxLM(Scorer.for_model(model, NumericsConfig(), context=CONTEXT), text).use(
-            jax.device_put(params)
-        )
+        scorer, ours = Scorer.for_model(model, NumericsConfig(), context=CONTEXT), jax.device_put(params)
+        lm = JaxLM(scorer, text).use(ours)
+        asked: list[Request] = []
+        plain_score = scorer.score
+        scorer.score = lambda p, r: (asked.extend(r), plain_score(p, r))[1]  # type: ignore[method-assign]
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(text.inner.path), eos_token="<|endoftext|>", pad_token="<|pad|>",
             clean_up_tokenization_spaces=False,
@@ -70,6 +101,7 @@ def main() -> None:
         hf = AutoModelForCausalLM.from_pretrained(root / "hf", dtype=torch.float32).eval()
         start = time.perf_counter()
         lm.loglikelihood(requests)
+        scorer.score = plain_score  # type: ignore[method-assign]
         print(
             json.dumps(
                 {
@@ -94,6 +126,7 @@ def main() -> None:
                     seconds.setdefault(name, []).append(took)
                 if time.perf_counter() - begin > args.limit:
                     break
+        body = statistics.median(body_seconds(scorer, ours, asked) for _ in range(3))
         middle = {
             n: tuple(statistics.median(t[k] for t in times) for k in (0, 1)) for n, times in seconds.items()
         }
@@ -105,6 +138,10 @@ def main() -> None:
                               "same_greedy_flags": greedy}))  # fmt: skip
         theirs = [min(times[k] for name, times in middle.items() if name != "ours") for k in (0, 1)]
         ratio = [round(theirs[k] / middle["ours"][k], 2) for k in (0, 1)]
+        tokens, shared = prefix_tokens(asked)
+        part = body / middle["ours"][0]
+        print(json.dumps({"body_share_of_our_time": round(part, 3), "input_tokens": tokens, "with_shared_contexts": shared,
+                          "most_that_sharing_could_gain": round(1 / (1 - part * (1 - shared / tokens)), 3)}))  # fmt: skip
         print(
             json.dumps(
                 {"times_their_best_wall": ratio[0], "times_their_best_cpu": ratio[1], "load": os.getloadavg()}

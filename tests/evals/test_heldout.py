@@ -28,7 +28,8 @@ def write_tokens(root, shards, boundaries=True):
             with gzip.open((root / path).with_suffix(".csv.gz"), "wt") as f:
                 f.writelines(rows)
         entries.append({"path": path, "label": label, "tokens": len(ids), "sha256": "", "sample_sha256": ""})
-    (root / "manifest.json").write_text(json.dumps({"format": "olmo3-tokens-v1", "shards": entries}))
+    manifest = {"format": "olmo3-tokens-v1", "shards": entries, "tokenizer": {}}
+    (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 
 
