@@ -6,6 +6,7 @@ RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 FRESH ?=
 DEBUG ?=
+ONLY ?=
 WHAT ?= data model evals convert
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ FLAGS = --run-dir $(RUN_DIR) $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--de
 STAGES := tokenize order init gate reference train convert parity evaluate report
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce $(STAGES) serve status test proofs bench calibration plan resume-campaign dolma-fixture dataflow-template lint clean
+.PHONY: help setup reproduce $(STAGES) serve status test proofs bench calibration plan resume-campaign faults dolma-fixture dataflow-template lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -57,9 +58,13 @@ calibration: $(VENV)/.ready ## how often the verdict is wrong, on simulated runs
 
 plan: $(VENV)/.ready ## compile the published recipes for TPU slices on this machine
 	@for t in v5p:4x4x4 v6e:16x16 tpu7x:4x4x4; do $(REPRO) plan olmo3_7b_stage1 --topology $$t || exit 1; done
+	@$(REPRO) plan olmo3_32b_stage1 --topology v5p:8x8x8
 
 resume-campaign: $(VENV)/.ready ## kill training at random moments, 36 trials; all must end bit-equal
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/resume.py --out docs/resume-campaign
+
+faults: $(VENV)/.ready ## put each known mistake into our side, record who notices: docs/faults.md; ONLY="name ..."
+	@JAX_PLATFORMS=cpu PYTHONPATH=.:tests/campaigns $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY),--fresh --docs docs/faults)
 
 dolma-fixture: $(VENV)/.ready ## make the dolma toolkit's fixture again, in an environment of its own
 	@$(BIN)/python tests/benchmarks/dolma_toolkit.py make .venv-dolma && $(BIN)/python tests/benchmarks/dolma_toolkit.py fixture .venv-dolma

@@ -133,6 +133,49 @@ def disjoint(facts: Facts) -> tuple[str, str]:
     return CLEAR, f"{len(train)} training and {len(heldout)} held-out documents, none in both"
 
 
+def scores(facts: Facts) -> tuple[str, str]:
+    """Our scores that lm-eval and transformers do not give. Facts: `spot_check` {ok, failures, sides}.
+
+    Both sides are scored by one program, so a mistake of it cancels in every paired difference.
+    """
+    found = facts["spot_check"]
+    if not found or not found.get("sides"):
+        raise KeyError("spot_check")
+    if found["failures"]:
+        return FIRED, f"{len(found['failures'])} scores differ, first {found['failures'][0]}"
+    parts = [(p, side[p]) for side in found["sides"].values() for p in ("downstream", "heldout")]
+    worst = {p: max(x["largest_difference"] for q, x in parts if q == p) for p in ("downstream", "heldout")}
+    counts = sum(x.get("items", 0) for _, x in parts), sum(x.get("documents", 0) for _, x in parts)
+    return CLEAR, (
+        f"{counts[0]} items within {worst['downstream']:.1g} nat of lm-eval's own model, "
+        f"{counts[1]} documents within {worst['heldout']:.1g} nat per prediction of transformers' loss"
+    )
+
+
+def judged_weights(facts: Facts) -> tuple[str, str]:
+    """Weights that were judged in another's place: a side compared with itself, or another landmark's weights.
+
+    Facts: `judged_weights` {step: {side: digest}} as the results say, `made_weights` the same as the stages say that made
+    them (left out where no stage has a record), `landmarks`. Two runs of ours may be equal: then `may_be_equal` is true.
+    """
+    judged, made = facts["judged_weights"], facts.get("made_weights", {})
+    if not judged:
+        raise KeyError("judged_weights")
+    seen: dict[str, str] = {}
+    for step in map(str, facts["landmarks"]):
+        sides = judged.get(step, {})
+        if not facts.get("may_be_equal") and len(sides) == 2 and len(set(sides.values())) == 1:
+            return FIRED, f"at step {step} both sides are the same files: a side was compared with itself"
+        for side, digest in sides.items():
+            due = made.get(step, {}).get(side)
+            if due and due != digest:
+                return FIRED, f"the {side} weights judged at step {step} are not the ones its stage made"
+            place = f"{side} {step}"
+            if seen.setdefault(f"{side} {digest}", place) != place:
+                return FIRED, f"the {side} weights of step {step} are those of another landmark"
+    return CLEAR, f"each of {len(seen)} sets of weights judged once, none in another's place"
+
+
 ALARMS: dict[str, Callable[[Facts], tuple[str, str]]] = {
     "memorised data": memorised,
     "optimizer state not fp32": optimizer_dtype,
@@ -140,6 +183,8 @@ ALARMS: dict[str, Callable[[Facts], tuple[str, str]]] = {
     "EOS count is not document count": eos_count,
     "token id out of range": token_range,
     "training and held-out documents overlap": disjoint,
+    "scores are not lm-eval's": scores,
+    "other weights were judged": judged_weights,
 }
 
 

@@ -10,6 +10,17 @@ from model.config import HistoryConfig, LossConfig, ModelConfig, OptimizerConfig
 EIGHT_TASKS = (
     "arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "sciq", "winogrande",
 )  # fmt: skip
+# AI2's in-loop set of the official scripts, by the names of olmo-eval (sheet section 6.2).
+FAST_TASKS = (
+    "arc_challenge_test_bpb_5shot", "arc_challenge_test_mc_5shot_fast", "arc_easy_test_bpb_5shot", "arc_easy_test_mc_5shot_fast",
+    "hellaswag_bpb_5shot", "mmlu_humanities_test_bpb_5shot", "mmlu_humanities_test_mc_5shot_fast", "mmlu_other_test_bpb_5shot",
+    "mmlu_other_test_mc_5shot_fast", "mmlu_social_sciences_test_bpb_5shot", "mmlu_social_sciences_test_mc_5shot_fast",
+    "mmlu_stem_test_bpb_5shot", "mmlu_stem_test_mc_5shot_fast", "basic_skills_arithmetic_rc_5shot", "basic_skills_coding_rc_5shot",
+    "basic_skills_common_knowledge_rc_5shot", "basic_skills_logical_reasoning_rc_5shot", "basic_skills_pattern_rc_5shot",
+    "basic_skills_string_operations_rc_5shot", "codex_humaneval_gold_bpb_3shot", "codex_mbpp_gold_bpb_3shot",
+    "mt_mbpp_cpp_gold_bpb_3shot", "mt_mbpp_java_gold_bpb_3shot", "mt_mbpp_rust_gold_bpb_3shot", "minerva_math_500_gold_bpb_0shot",
+    "copycolors_10way_fast",
+)  # fmt: skip
 
 
 class ReferenceConfig(Section):
@@ -71,5 +82,8 @@ class EvalConfig(Section):
     batch_tokens: int = Field(8192, ge=1)
     loss_domain: str = Field("", description="domain of the held-out loss; empty: all documents pooled")
     max_cut_share: float = Field(0.25, ge=0, le=1, description="share of a task's requests that may be cut")
+    spot_items: int = Field(
+        2, ge=0, description="items per task and documents per domain scored again by lm-eval; 0: unchecked"
+    )
     torch_documents: int = Field(2, ge=0, description="documents per domain for the 2x2 in PyTorch; 0: none")
     bounds: BoundsConfig = BoundsConfig()

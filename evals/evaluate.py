@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data.config import TokenizerConfig
+from data.config import CorpusConfig, TokenizerConfig
+from data.token_files import is_remote
 from evals.config import EvalConfig
-from evals.heldout import HeldoutSet, read_documents
+from evals.heldout import HeldoutSet, read_documents, token_root
 from evals.heldout import summary as heldout_summary
 from evals.scoring import Params, Scorer
 from evals.text import TextTokenizer
@@ -53,6 +54,7 @@ class EvaluateSpec:
     evals: EvalConfig
     sequence_length: int
     landmarks: tuple[int, ...]
+    heldout: str = "heldout"  # folder below tokens/: the corpus's own held-out side, or a validation mix
 
     @property
     def context(self) -> int:
@@ -69,6 +71,7 @@ class EvaluateSpec:
             EvalConfig.model_validate(recipe["evals"]),
             recipe["data"]["sequence_length"],
             TrainConfig.model_validate(recipe["train"]).landmark_steps,
+            CorpusConfig.model_validate(recipe["corpus"]).judged,
         )
 
 
@@ -144,7 +147,7 @@ class Evaluator:
     def heldout(self) -> HeldoutSet:
         """The held-out documents, read once."""
         return read_documents(
-            self.run / "tokens" / "heldout", context=self.spec.context,
+            self.run / "tokens" / self.spec.heldout, context=self.spec.context,
             per_domain=self.spec.evals.heldout_documents, eos_id=self.spec.tokenizer.eos_id,
             byte_lengths=self.text.byte_lengths(self.spec.reference_model.padded_vocab_size),
         )  # fmt: skip
@@ -216,6 +219,8 @@ class Evaluator:
             self._downstream(step, side, weights, out[f"{side}.downstream"])
             if self.spec.evals.inloop_tasks:
                 self._inloop(step, side, weights)
+        if step == self.spec.landmarks[-1]:
+            self._spot_check(step, sides, out)
         return out
 
     def _identity(self, kind: str, questions: Any, *weights: Weights) -> dict[str, Any]:
@@ -277,6 +282,31 @@ class Evaluator:
         seconds = time.monotonic() - start
         self.seconds[f"step{step}.{side}.downstream"] = round(seconds, 2)
         write(out, step, side, key, result)
+
+    def _spot_check(self, step: int, sides: dict[str, Weights], results: dict[str, Path]) -> None:
+        """Some scores of the last landmark again, by lm-eval's and transformers' own code, where exports lie here."""
+        from evals.spot_check import exported, measure
+
+        places, items = exported(self.run, step, SIDES), self.spec.evals.spot_items
+        root = token_root(self.run / "tokens" / self.spec.heldout)
+        if not places or not items or self.spec.numerics.mode != "fp32" or is_remote(root):
+            return
+        path = self.run / "evals" / f"step{step}" / "spot_check.json"
+        scores = {s: {k: read_json(results[f"{s}.{k}"]) for k in ("heldout", "downstream")} for s in places}
+        questions = {
+            "items": items,
+            "scores": {s: [r["fingerprint"] for r in scores[s].values()] for s in scores},
+        }
+        key = self._identity("spot_check", questions, *(sides[s] for s in places))
+        if stands(path, key):
+            return
+        start = time.monotonic()
+        result = measure(
+            places, scores, self.suite, Path(root), self.spec.tokenizer,
+            context=self.spec.context, items=items,
+        )  # fmt: skip
+        self.seconds[f"step{step}.spot_check"] = round(time.monotonic() - start, 2)
+        write(path, step, "both", key, result)
 
     def _inloop(self, step: int, side: str, weights: Weights) -> None:
         """AI2's in-loop tasks: shown in the report, not part of the verdict."""

@@ -10,7 +10,7 @@ faults. `transformers` with `sdpa` is bit-equal to OLMo-core in fp32 on CPU (pla
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from model.config import ModelConfig, NumericsConfig
 
 GRAD_NORM_RELATIVE = 1e-3  # torch's fp32 norm on CPU is the inaccurate side: 2e-4 off its float64 value
 GRAD_NORM_F64_RELATIVE = 1e-6  # at step 1, where both sides hold the same weights
+Z_LOSS_RELATIVE = 1e-5  # fp32 rounding; a z-loss left out moves a young model's CE by less than its limit
 LEARNING_RATE_RELATIVE = 1e-9
 
 
@@ -221,9 +222,16 @@ def training_parity(
     cfg: ParityConfig,
     landmarks: tuple[int, ...],
     *,
+    windows: Mapping[int, Any] | None = None,
+    window_size: int = 0,
+    cold: tuple[int, ...] = (),
     out: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Two metrics files step by step: CE, z-loss, gradient norm, learning rate, skips, receipts at landmarks."""
+    """Two metrics files step by step: CE, z-loss, gradient norm, learning rate, skips, receipts at landmarks.
+
+    `windows`: what our skip rule had seen at each landmark, from the checkpoints' records. The reference's rule has seen its
+    last `window_size` steps, but none before the last of the steps `cold`, after which it forgot them.
+    """
     theirs, ours = read_metrics(reference), read_metrics(trained)
     failures = []
     if len(theirs) != len(ours):
@@ -234,11 +242,13 @@ def training_parity(
     figures = {
         "ce": largest(np.abs(curves["ce"][0] - curves["ce"][1])),
         "z_loss": largest(np.abs(curves["z_loss"][0] - curves["z_loss"][1])),
+        "z_loss_relative": largest(relative(*curves["z_loss"])),
         "grad_norm_relative": largest(relative(*curves["grad_norm"])),
         "lr_relative": largest(relative(*curves["lr"])),
     }
     bounds = {
         "ce": cfg.max_ce_difference,
+        "z_loss_relative": Z_LOSS_RELATIVE,
         "grad_norm_relative": GRAD_NORM_RELATIVE,
         "lr_relative": LEARNING_RATE_RELATIVE,
     }
@@ -255,6 +265,7 @@ def training_parity(
     skips = [r["step"] for r, o in zip(theirs, ours) if bool(r["skipped"]) != bool(o["skipped"])]
     if skips:
         failures.append(f"skip decisions differ at steps {skips[:5]}")
+    failures += window_failures(theirs, windows or {}, window_size, cold, cfg)
     receipts = {}
     for step in landmarks:
         same = step <= steps and theirs[step - 1]["receipt"] == ours[step - 1]["receipt"]
@@ -279,6 +290,39 @@ def training_parity(
     if out is not None:
         write_json_atomic(out, result)
     return result
+
+
+def window_failures(
+    theirs: list[dict[str, Any]],
+    windows: Mapping[int, Any],
+    size: int,
+    cold: tuple[int, ...],
+    cfg: ParityConfig,
+) -> list[str]:
+    """Where our skip rule has seen other values than the reference logged: equal decisions may be chance.
+
+    The rule sees CE without z-loss and the norm before clipping. A window that holds a value which is not finite is left out,
+    since what stays of it is a matter of `nan_policy`.
+    """
+    out = []
+    for step, window in windows.items():
+        start = max((c for c in cold if c < step), default=0)
+        rows = theirs[max(start, step - size) : step]
+        if window is None or len(window["losses"]) != len(rows):
+            held = "no" if window is None else len(window["losses"])
+            out.append(f"skip window at step {step} holds {held} values, the reference's {len(rows)}")
+            continue
+        seen = {k: np.array(window[k], np.float64) for k in ("losses", "norms")}
+        gaps = np.abs(column(rows, "ce") - seen["losses"]), relative(column(rows, "grad_norm"), seen["norms"])
+        limits = cfg.max_ce_difference, GRAD_NORM_RELATIVE
+        for what, gap, limit in zip(("CE", "gradient norm"), gaps, limits):
+            if np.isfinite(gap).all() and gap.max(initial=0.0) > limit:
+                at = int(gap.argmax())
+                out.append(
+                    f"skip window at step {step}: our rule saw a {what} at step {rows[at]['step']} that is {gap[at]:.3g} off "
+                    f"the reference's, allowed {limit:g}"
+                )
+    return out
 
 
 def column(rows: list[dict[str, Any]], key: str) -> np.ndarray:

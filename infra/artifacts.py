@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from infra.errors import IdentityError, ReproError
+
+MAX_JSON_BYTES = 1 << 30
+HASHING_THREADS = 2
 
 
 def canonical(value: Any, where: str = "value") -> Any:
@@ -69,8 +73,11 @@ def digest_tree(root: Path) -> dict[str, dict[str, Any]]:
     if root.is_file():
         return {"": {"sha256": sha256_file(root), "bytes": root.stat().st_size}}
     files = sorted(p for p in root.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing lets go of the interpreter
+        digests = list(pool.map(sha256_file, files))
     return {
-        p.relative_to(root).as_posix(): {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in files
+        p.relative_to(root).as_posix(): {"sha256": d, "bytes": p.stat().st_size}
+        for p, d in zip(files, digests)
     }
 
 
@@ -110,6 +117,8 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The JSON value in `path`. Raises IdentityError that names the file if it is missing or broken."""
     try:
+        if Path(path).stat().st_size > MAX_JSON_BYTES:
+            raise IdentityError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MB: it is no record of ours")
         return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise IdentityError(f"{path} does not exist", "run the stage that makes it first") from None

@@ -10,6 +10,7 @@ one call and never enters. In both the update is selected, never multiplied by z
 Source: `allenai/OLMo-core` 3.0.0, `optim/skip_step_optimizer.py` and `optim/adamw.py`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,16 @@ def empty_window(cfg: SkipStepConfig) -> State:
         "losses": jnp.zeros(cfg.window + 1, jnp.float32),
         "norms": jnp.zeros(cfg.window + 1, jnp.float32),
         "seen": jnp.zeros((), jnp.int32),
+    }
+
+
+def seen_values(window: State) -> dict[str, list[float | None]]:
+    """What the skip rule has seen, newest last: {"losses", "norms"} on the host; None for what is not finite."""
+    arrays = jax.device_get(window)
+    seen = int(arrays["seen"])
+    return {
+        name: [float(x) if math.isfinite(x) else None for x in arrays[name][len(arrays[name]) - seen :]]
+        for name in ("losses", "norms")
     }
 
 

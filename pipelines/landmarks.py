@@ -35,7 +35,7 @@ from pipelines.recipe import Recipe
 from pipelines.stages import read_recipe
 
 LOOK_EVERY_SECONDS = 2.0
-NEEDED = ("recipe.json", "stages/", "tokens/heldout/", "tokens/train/manifest.json", "reference/hf/", "reference/metrics.jsonl", "reference/receipts.json",
+NEEDED = ("recipe.json", "stages/", "tokens/heldout/", "tokens/validation/", "tokens/train/manifest.json", "reference/hf/", "reference/metrics.jsonl", "reference/receipts.json",
           "checkpoints/", "train/", "parity/", "evals/", "landmarks/", "order/receipts.json", "corpus/")  # fmt: skip
 SENT = ("evals/", "landmarks/", "report/")
 

@@ -50,12 +50,12 @@ STAGES = (
     Stage(
         "tokenize", "documents to token files, held-out set apart", work.tokenize, ("corpus", "tokens"),
         ("corpus", "tokenizer", "data"), (),
-        ("data.corpus", "data.tokenize_job"), ("apache-beam", "tokenizers", "fastokens", "numpy"),
+        ("data.corpus", "data.tokenize_job", "data.token_audit"), ("apache-beam", "tokenizers", "fastokens", "numpy"),
     ),
     Stage(
         "order", "index of instances and the global order", work.order, ("order",),
         ("data", "train"), ("tokenize",),
-        ("data.index", "data.order", "data.receipt"), ("numpy",),
+        ("data.index", "data.masks", "data.order", "data.receipt"), ("numpy",),
     ),
     Stage(
         "init", "step-0 weights from the reference implementation", work.init, ("init",),

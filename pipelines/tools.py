@@ -13,6 +13,7 @@ from infra.errors import RecipeError
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+    from model.plan import Range
     from pipelines.recipe import Recipe
 
 EXIT_OF_VERDICT = {"FAITHFUL": 0, "NOT FAITHFUL": 1, "INCONCLUSIVE": 3}
@@ -199,9 +200,32 @@ def add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--sweep", action="store_true", help="try meshes, rematerialisation and micro-batches; rank them"
     )
+    sub.add_argument("--tensors", default="1,2,4", help="sizes of the tensor axis that --sweep tries")
+    sub.add_argument("--remats", default="none,dots,block,full", help="policies that --sweep tries")
+    sub.add_argument("--splits", default="1,4", help="micro-batches per step that --sweep tries")
     sub.add_argument("--prices", default="", help='JSON file {"v5p": 4.2} in USD per chip and hour')
     sub.add_argument("--out", default="", help="write the plan as JSON")
     sub.add_argument("--cache", default=".cache/plans", help="compiled results by fingerprint")
+
+
+def sweep_range(args: argparse.Namespace) -> "Range":
+    """What --tensors, --remats and --splits name."""
+    from model.plan import Range
+
+    remats = tuple(args.remats.split(","))
+    unknown = sorted(set(remats) - set(Range().remats))
+    if unknown:
+        raise RecipeError(f"unknown policy {', '.join(unknown)}", f"known: {', '.join(Range().remats)}")
+    try:
+        tensors, splits = (tuple(int(n) for n in text.split(",")) for text in (args.tensors, args.splits))
+    except ValueError:
+        tensors = splits = ()
+    if not tensors or not splits or min(*tensors, *splits) < 1:
+        raise RecipeError(
+            f"--tensors {args.tensors!r} and --splits {args.splits!r} must be numbers from 1 on",
+            "for example 1,2,4",
+        )
+    return Range(tensors, remats, splits)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -220,7 +244,7 @@ def plan(args: argparse.Namespace) -> int:
     )  # fmt: skip
     price, cache = price_of(slice_.type.name, args.prices), Path(args.cache)
     if args.sweep:
-        plans, refused = sweep(request, slice_, price_per_chip_hour=price, cache=cache)
+        plans, refused = sweep(request, slice_, sweep_range(args), price_per_chip_hour=price, cache=cache)
         for choice, why in refused:
             print(
                 f"refused: tensor={choice.mesh.tensor} remat={choice.numerics.remat}: {why}", file=sys.stderr

@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from pipelines.recipe import Recipe
 
 PREEMPTED = 75
+# glibc keeps the temporaries of a step and hands them out again; else a third of a CPU step goes into page faults.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(20 * 10**9),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
 SIDES = ("train", "heldout")
 
 
 def tokenize(recipe: "Recipe", run: Path) -> None:
     """Documents -> corpus/ and tokens/{train,heldout}/."""
     from data.corpus import build_corpus, corpus_sources
+    from data.token_audit import audit_tokens
     from data.tokenize_job import tokenize as run_job
 
     if recipe.corpus.kind == "tokens":
@@ -31,8 +39,9 @@ def tokenize(recipe: "Recipe", run: Path) -> None:
         return
     described = build_corpus(recipe.corpus, run / "corpus")
     for side in SIDES:
+        sources = corpus_sources(run / "corpus", described, side)
         run_job(
-            corpus_sources(run / "corpus", described, side),
+            sources,
             run / "tokens" / side,
             recipe.tokenizer,
             sequence_length=recipe.data.sequence_length,
@@ -42,6 +51,12 @@ def tokenize(recipe: "Recipe", run: Path) -> None:
             processes=recipe.launch.tokenize_processes,
             options=recipe.launch.tokenize_options,
         )
+        audit_tokens(sources, run / "tokens" / side, recipe.tokenizer)
+    if recipe.corpus.judged == "validation":
+        from data.mixes import lock_mix
+
+        name = recipe.corpus.heldout_manifest
+        lock_mix(recipe.corpus, recipe.tokenizer, run / "tokens" / "validation", manifest=name)
 
 
 def lock_published(recipe: "Recipe", run: Path) -> None:
@@ -60,6 +75,7 @@ def lock_published(recipe: "Recipe", run: Path) -> None:
 
 def order(recipe: "Recipe", run: Path) -> None:
     """tokens/train/ -> order/: the global order of one epoch, and the receipts it implies at the landmarks."""
+    from data.masks import write_mask
     from data.order import open_order, write_order
     from data.receipt import expected
 
@@ -74,6 +90,8 @@ def order(recipe: "Recipe", run: Path) -> None:
         chunk=recipe.data.chunk,
         index_digest=index.digest,
     )
+    if index.mask is not None:
+        write_mask(run / "order", index.mask, recipe.data.filter, index)
     steps = recipe.train.landmark_steps
     receipts = expected(index, open_order(run / "order"), recipe.data.global_batch_instances, steps[-1])
     write_json_atomic(run / "order" / "receipts.json", {str(s): receipts[s] for s in steps})
@@ -142,7 +160,7 @@ def train(recipe: "Recipe", run: Path) -> None:
         name="train",
         log_dir=run / "logs",
         state_dir=run / ".xmanager",
-        env={"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu"},
+        env={"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu", **ALLOCATOR},
         accept=(0, PREEMPTED),
     )
     if code == PREEMPTED:
@@ -174,7 +192,7 @@ def convert(recipe: "Recipe", run: Path) -> None:
 def parity(recipe: "Recipe", run: Path) -> None:
     """parity/step<k>.json: exports against our checkpoints; parity/training.json: step by step."""
     from evals.parity import logit_parity, training_parity
-    from model.checkpoint import restore_params
+    from model.checkpoint import read_meta, restore_params
 
     prompts = parity_prompts(recipe, run)
     steps = recipe.train.landmark_steps
@@ -189,6 +207,9 @@ def parity(recipe: "Recipe", run: Path) -> None:
         run / "train" / "metrics.jsonl",
         recipe.parity,
         steps,
+        windows={s: read_meta(run / "checkpoints", s).get("skip_window") for s in steps},
+        window_size=recipe.reference.optimizer.skip_step.window + 1,
+        cold=recipe.reference.history.cold_window_at,
         out=run / "parity" / "training.json",
     )
 

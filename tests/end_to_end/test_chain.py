@@ -178,6 +178,29 @@ def test_wrong_theta_on_our_side_is_not_faithful(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "first", "words", "verdict"),
+    [
+        ("epoch_from_zero", "receipts", "first step that differs is 1", "NOT FAITHFUL"),
+        ("window_one_more", "step-0 logit gate", "window", "NOT FAITHFUL"),
+        ("z_loss_left_out", "z-loss", "is 1 at step 1", "INCONCLUSIVE"),
+        ("first_rate_zero", "learning rate", "at step 1", "INCONCLUSIVE"),
+        ("layers_exchanged", "export parity", "largest logit difference", "NOT FAITHFUL"),
+        ("bos_added", "alarm: scores are not lm-eval's", "lm-eval's", "INCONCLUSIVE"),
+    ],
+)
+def test_a_fault_of_each_section_is_caught(whole, tmp_path, monkeypatch, name, first, words, verdict):
+    """A sample of `make faults`, one of each section, against the undisturbed run as control."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "campaigns"))
+    from faults.catalogue import BY_NAME
+    from faults.chain import trial
+
+    found = trial(whole, BY_NAME[name], tmp_path, extra=["train.landmarks=[12]"])
+    heard = {c["check"]: c["message"] for c in found["checks"]}
+    assert first in heard and words in heard[first], heard
+    assert found["verdict"] == verdict, found["reasons"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["reproduce", "nosuch"], "unknown recipe 'nosuch'"),

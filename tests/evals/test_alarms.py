@@ -20,6 +20,23 @@ CALM = {
     "vocab_size": 100278,
     "train_documents": ["aa", "bb"],
     "heldout_documents": ["cc"],
+    "spot_check": {
+        "failures": [],
+        "sides": {
+            "reference": {
+                "downstream": {"items": 2, "largest_difference": 1e-6},
+                "heldout": {"documents": 2, "largest_difference": 1e-7},
+            }
+        },
+    },
+    "judged_weights": {
+        "16": {"reference": "r16", "reproduced": "p16"},
+        "96": {"reference": "r96", "reproduced": "p96"},
+    },
+    "made_weights": {
+        "16": {"reference": "r16", "reproduced": "p16"},
+        "96": {"reference": "r96", "reproduced": "p96"},
+    },
 }
 
 
@@ -31,6 +48,10 @@ def state(name, **change):
 def test_a_calm_run_rings_nothing():
     assert [a.state for a in ring(CALM)] == [CLEAR] * len(ALARMS)
     assert fired(ring(CALM)) == []
+
+
+def weights(**change):
+    return copy.deepcopy(CALM["judged_weights"]) | change
 
 
 def manifests(**change):
@@ -57,6 +78,29 @@ def manifests(**change):
         ("token id out of range", {"token_manifests": manifests(max_id=100278)}, "100278"),
         ("token id out of range", {"token_manifests": manifests(min_id=-1)}, "-1"),
         ("training and held-out documents overlap", {"heldout_documents": ["cc", "aa"]}, "1 held-out"),
+        (
+            "scores are not lm-eval's",
+            {"spot_check": CALM["spot_check"] | {"failures": ["piqa item 3: ours"]}},
+            "piqa item 3",
+        ),
+        (
+            "other weights were judged",
+            {"judged_weights": weights(**{"96": {"reference": "r96", "reproduced": "r96"}})},
+            "compared with itself",
+        ),
+        (
+            "other weights were judged",
+            {
+                "judged_weights": weights(**{"96": {"reference": "r96", "reproduced": "p16"}}),
+                "made_weights": {},
+            },
+            "of another landmark",
+        ),
+        (
+            "other weights were judged",
+            {"judged_weights": weights(**{"96": {"reference": "r96", "reproduced": "p95"}})},
+            "not the ones its stage made",
+        ),
     ],
 )
 def test_each_alarm_fires(name, change, word):
@@ -77,6 +121,8 @@ def test_a_better_model_is_not_memorised_data():
         ("optimizer state not fp32", "optimizer_dtypes"), ("receipt broken", "receipts"),
         ("EOS count is not document count", "token_manifests"), ("token id out of range", "vocab_size"),
         ("training and held-out documents overlap", "train_documents"),
+        ("scores are not lm-eval's", "spot_check"),
+        ("other weights were judged", "judged_weights"),
     ],
 )  # fmt: skip
 def test_an_alarm_without_facts_is_unknown(name, missing):
@@ -85,8 +131,22 @@ def test_an_alarm_without_facts_is_unknown(name, missing):
     assert alarm.state == UNKNOWN and missing in alarm.detail
 
 
+def test_two_runs_of_ours_may_be_equal():
+    same = weights(**{"96": {"reference": "p96", "reproduced": "p96"}})
+    assert state("other weights were judged", judged_weights=same, made_weights={}).state == FIRED
+    change = {"judged_weights": same, "made_weights": {}, "may_be_equal": True}
+    assert state("other weights were judged", **change).state == CLEAR
+
+
 def test_empty_facts_are_unknown_too():
     for name, change in (("optimizer state not fp32", {"optimizer_dtypes": {}}), ("receipt broken", {"receipts": {}}),
                          ("memorised data", {"training_difference": []}), ("EOS count is not document count", {"token_manifests": {}}),
                          ("training and held-out documents overlap", {"heldout_documents": []})):  # fmt: skip
         assert state(name, **change).state == UNKNOWN
+
+
+def test_no_alarm_is_without_a_case():
+    """Each alarm once fired and once without its facts; not fired: `test_a_calm_run_rings_nothing`."""
+    for test in (test_each_alarm_fires, test_an_alarm_without_facts_is_unknown):
+        (cases,) = [m.args[1] for m in test.pytestmark if m.name == "parametrize"]
+        assert {case[0] for case in cases} == set(ALARMS), test.__name__

@@ -200,16 +200,53 @@ def rows(**at) -> list[dict]:
     return out
 
 
-def judge(tmp_path, ours, landmarks=(6, 12)):
+def judge(tmp_path, ours, landmarks=(6, 12), **options):
     for name, content in (("r", rows()), ("p", ours)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
     return parity.training_parity(
-        tmp_path / "r.jsonl", tmp_path / "p.jsonl", CFG, landmarks, out=tmp_path / "out.json"
+        tmp_path / "r.jsonl", tmp_path / "p.jsonl", CFG, landmarks, out=tmp_path / "out.json", **options
     )
 
 
+def window(first, last, **add):
+    """What a skip rule has seen in steps first..last of `rows()`."""
+    steps = range(first, last + 1)
+    return {
+        "losses": [5.0 - 0.01 * s + add.get("ce", 0.0) for s in steps],
+        "norms": [1.0 + add.get("norm", 0.0) for _ in steps],
+    }
+
+
+def test_the_skip_rule_saw_what_the_reference_logged(tmp_path):
+    """The whole history, the last five steps, and the steps since a cold window."""
+    for found, options in (
+        ({6: window(1, 6), 12: window(1, 12)}, {"window_size": 129}),
+        ({6: window(2, 6), 12: window(8, 12)}, {"window_size": 5}),
+        ({6: window(1, 6), 12: window(7, 12)}, {"window_size": 129, "cold": (6,)}),
+    ):
+        assert judge(tmp_path, rows(), windows=found, **options)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (window(1, 12, ce=1e-3), "saw a CE at step 1 that is 0.001 off"),
+        (window(1, 12, norm=-0.5), "saw a gradient norm at step 1"),
+        (window(9, 12), "holds 4 values, the reference's 12"),
+        (None, "holds no values"),
+    ],
+    ids=["total loss", "clipped norm", "lost on a restart", "not recorded"],
+)
+def test_a_skip_rule_that_saw_something_else_is_named(tmp_path, seen, said):
+    """No decision differs, and every logged figure is equal."""
+    result = judge(tmp_path, rows(), windows={12: seen}, window_size=129)
+    assert not result["ok"] and said in result["failures"][0]
+
+
 def test_equal_training_passes(tmp_path):
-    result = judge(tmp_path, rows(ce={3: 5.0 - 0.03 + 1.5e-5}, grad_norm={5: 1.0005}))
+    result = judge(
+        tmp_path, rows(ce={3: 5.0 - 0.03 + 1.5e-5}, z_loss={4: 1e-3 * (1 + 5e-6)}, grad_norm={5: 1.0005})
+    )
     assert result["ok"], result["failures"]
     assert result["ce"]["step"] == 3 and result["ce"]["value"] == pytest.approx(1.5e-5)
     assert result["grad_norm_relative"] == {"value": pytest.approx(5e-4), "step": 5}
@@ -223,6 +260,8 @@ def test_equal_training_passes(tmp_path):
         ({"ce": {7: 5.0 - 0.07 + 3e-5}}, "ce is 3e-05 at step 7"),
         ({"grad_norm": {4: 1.002}}, "grad_norm_relative is 0.002 at step 4"),
         ({"grad_norm": {1: 1.00001}}, "grad_norm_f64_relative_step1"),
+        ({"z_loss": dict.fromkeys(range(1, 13), 0.0)}, "z_loss_relative is 1 at step 1"),
+        ({"z_loss": {6: 1e-3 * (1 + 2e-5)}}, "z_loss_relative is 2e-05 at step 6"),
         ({"lr": {2: 2.1e-4}}, "lr_relative"),
         ({"skipped": {9: 1.0}}, "skip decisions differ at steps [9]"),
         (

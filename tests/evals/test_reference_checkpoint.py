@@ -71,7 +71,7 @@ def write_tokens(run: Path) -> None:
         "sha256": full_digest(path), "sample_sha256": sample_digest(path), "min_id": 0, "max_id": 249,
     }  # fmt: skip
     (run / "tokens/train/manifest.json").write_text(
-        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard]})
+        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {}})
     )
     (run / "tokens/train/mix.txt").write_text("synthetic,synthetic/00000.npy\n")
     index = InstanceIndex.from_manifest(run / "tokens/train", S)
@@ -122,6 +122,29 @@ def test_optimizer_state_is_carried(reference):
         assert np.array_equal(
             leaf if e.index is None else leaf[e.index], raw.read(f"optim.state.{e.olmo_core}.exp_avg_sq")
         )
+
+
+def test_a_streamed_state_restores_to_the_same_bits(reference, tmp_path):
+    """Weights, both moments, counter and window, read while Orbax writes, against the state held in memory."""
+    import orbax.checkpoint as ocp
+
+    from model.checkpoint import write_checkpoint
+    from model.convert import pieces
+
+    run, _ = reference
+    trees = []
+    for streamed in (False, True):
+        state = olmo_core.read_state(step_dir(run, 6), MODEL, OptimizerConfig(), 6, streamed=streamed)
+        is_piece = [isinstance(x, pieces.Pieces) for x in jax.tree.leaves(state)]
+        assert any(is_piece) == streamed
+        writer = pieces.writer() if streamed else None
+        path = write_checkpoint(tmp_path / str(streamed), 6, state, {"step": 6}, checkpointer=writer)
+        with ocp.StandardCheckpointer() as reader:
+            trees.append({t: reader.restore((path / t).absolute()) for t in ("params", "optimizer")})
+    for (name, a), (other, b) in zip(*map(jax.tree_util.tree_leaves_with_path, trees), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert name == other and a.dtype == b.dtype and np.array_equal(a, b), jax.tree_util.keystr(name)
+    assert float(np.asarray(trees[1]["optimizer"]["opt"]["count"])) == 7.0
 
 
 def test_step_three_of_the_reference_is_continued_in_jax(reference, tmp_path):

@@ -125,10 +125,11 @@ def whole(recipe, model_cfg, params, text, tmp_path_factory):
         tokens_dir(run / "tokens" / split, text, seed)
     training_logs(run)
     for step in STEPS:
+        trained = jax.tree.map(lambda x, step=step: x * np.float32(1 + 1e-3 * step), params)
         export_hf(
-            params, model_cfg, run / "reference" / "hf" / f"step{step}", context_length=96, keep_padding=True
+            trained, model_cfg, run / "reference" / "hf" / f"step{step}", context_length=96, keep_padding=True
         )
-        moved = jax.tree.map(lambda x: x * np.float32(1 + 2e-7), params)
+        moved = jax.tree.map(lambda x: x * np.float32(1 + 2e-7), trained)
         state = {
             "params": moved,
             "opt": {"m": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)},
