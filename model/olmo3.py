@@ -156,6 +156,10 @@ def remat(f: Any, policy: str) -> Any:
     return jax.checkpoint(f, policy=keep, prevent_cse=False)
 
 
+def _one_of_many(f: Any, docs: jax.Array | None, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+    return f(x, weights, docs), None
+
+
 class Block(nn.Module):
     """One repeat of the layer pattern, or the tail after the last whole repeat.
 
@@ -180,7 +184,7 @@ class Block(nn.Module):
                 x = f(x, weights[at], docs)
             else:
                 stacked = jax.tree.map(lambda *w: jnp.stack(w), *weights[at : at + n])
-                x, _ = jax.lax.scan(lambda x, w, f=f: (f(x, w, docs), None), x, stacked)
+                x, _ = jax.lax.scan(functools.partial(_one_of_many, f, docs), x, stacked)
             at += n
         return x, None
 

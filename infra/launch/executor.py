@@ -7,6 +7,7 @@ XManager's work unit keeps handles of its own two cloud executors only, so we ad
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ async def _launch(unit: Any, group: xm.JobGroup) -> Sequence[handles.ExecutionHa
     for xm_job in xm.job_operators.collect_jobs_by_filter(group, lambda j: isinstance(j.executor, CloudTpu)):
         executor = xm_job.executor
         started = executor.handle = executor.start()
-        handle = CloudHandle(started, xm_job.name, lambda e, u, s=started, ex=executor: ex.record(s, e, u))
+        handle = CloudHandle(started, xm_job.name, functools.partial(executor.record, started))
         unit._non_local_execution_handles.append(handle)
         handle.save_to_storage(unit.experiment_id, unit.work_unit_id)
         made.append(handle)
