@@ -10,7 +10,7 @@ commits new ones. Every process reads its own rows and writes its own parts of a
 
 The surprising thing: a SIGTERM reaches one host at a moment of its own, and a checkpoint is written by all of them at
 one step. So nobody acts on a signal directly: it travels with the receipt's digests in one tiny all-gather per step, and
-all hosts read the same answer at the same step. Nothing waits for it, since it is read when the step's log is.
+all hosts read the same answer at the same step. On an accelerator nothing waits for it, since it is read when the step's log is.
 """
 
 import contextlib
@@ -113,13 +113,22 @@ class Hosts:
         """A global array from the rows of this process (`where` splits axis 0 of `rows`), or from a whole array."""
         return _send(local, where, (rows, *local.shape[1:]) if any(where.spec) else local.shape)
 
-    def tell(self, digest: int, stop: bool) -> Any:
-        """Send this process's digest and wish to stop to all; the answer is for `heard`. Does not wait."""
+    def tell(self, digest: int, stop: bool, after: Any = ()) -> Any:
+        """Send this process's digest and wish to stop to all; the answer is for `heard`.
+
+        Accelerators run programs in the order they are given, so this does not wait. A CPU runs them side by side on
+        few threads, where two programs that wait for other processes can block each other for ever: there it waits for
+        the arrays `after` first, and for its own end.
+        """
         if self.count == 1:
             return digest, stop
+        in_order = jax.default_backend() != "cpu"
+        if not in_order:
+            jax.block_until_ready(after)
         raw = (digest if self.counts else 0).to_bytes(4 * WORDS, "little")
         words = np.append(np.frombuffer(raw, "<u4"), np.uint32(stop)).astype(np.uint32)
-        return self._gather(_send(words[None], self._split, (self.count, WORDS + 1)))
+        told = self._gather(_send(words[None], self._split, (self.count, WORDS + 1)))
+        return told if in_order else jax.block_until_ready(told)
 
     def heard(self, told: Any) -> tuple[int, bool]:
         """(digest of the whole global batch, whether any process wants to stop); the same on every process."""

@@ -270,7 +270,7 @@ class Trainer:
                     rows = step_digest(
                         batch.step, batch.ids, batch.tokens, self.hosts.group, self.hosts.groups
                     )
-                    told = self.hosts.tell(rows, self.stop)
+                    told = self.hosts.tell(rows, self.stop, after=device_metrics)
                     flush(pending)
                     pending = {
                         "step": batch.step,

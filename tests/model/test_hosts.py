@@ -39,13 +39,18 @@ def start(run, devices, *flags):
     )  # fmt: skip
 
 
+STARTED = []  # killed at the end of the module, should a test have left any
+
+
 def start_two(run):
     """Processes 0 and 1 of one run, two devices each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{s.getsockname()[1]}"
     flags = ("--distributed", "--coordinator", where, "--processes", "2", "--process")
-    return [start(run, 2, *flags, str(k)) for k in range(2)]
+    pair = [start(run, 2, *flags, str(k)) for k in range(2)]
+    STARTED.extend(pair)
+    return pair
 
 
 def log_of(run):
@@ -68,7 +73,7 @@ def ends(processes):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, write_run_at):
+def runs(tmp_path_factory, write_run_at, request):
     """(run of one process, straight run of two, broken run of two, what the processes said)."""
     from data.config import FilterConfig
     from data.index import InstanceIndex
@@ -86,6 +91,7 @@ def runs(tmp_path_factory, write_run_at):
         write_mask(run / "order", mask, FilterConfig(enabled=True), index)
         made.append(run)
     one, two, broken = made
+    request.addfinalizer(lambda: [p.kill() for p in STARTED if p.poll() is None])
     said = {"one": ends([start(one, 4)]), "two": ends(start_two(two))}
     pair = start_two(broken)
     wait_for_step(broken, EVERY + 3, pair)
