@@ -183,7 +183,7 @@ def test_wrong_theta_on_our_side_is_not_faithful(whole, tmp_path):
         ("epoch_from_zero", "receipts", "first step that differs is 1", "NOT FAITHFUL"),
         ("window_one_more", "step-0 logit gate", "window", "NOT FAITHFUL"),
         ("z_loss_left_out", "z-loss", "is 1 at step 1", "INCONCLUSIVE"),
-        ("first_rate_zero", "learning rate", "at step 1", "INCONCLUSIVE"),
+        ("first_rate_zero", "learning rate", "at step 1", "NOT FAITHFUL"),
         ("layers_exchanged", "export parity", "largest logit difference", "NOT FAITHFUL"),
         ("bos_added", "alarm: scores are not lm-eval's", "lm-eval's", "INCONCLUSIVE"),
     ],
