@@ -1,4 +1,4 @@
-"""Two real processes on this machine with two devices each, against one process with four.
+"""Two real processes on this machine with two devices each, against one process with four: minutes, so behind `make proofs`.
 
 A fifth of the instances is masked and the reference has four ranks, so the loss depends on the place of every row in the
 global batch. Tolerance of losses: fp32 rounding, 1e-5, over the first 20 steps (later Adam magnifies the rounding).
@@ -108,6 +108,7 @@ def runs(tmp_path_factory, write_run_at, request):
     return one, two, broken, said
 
 
+@pytest.mark.slow_proof
 def test_all_end_well_and_only_the_first_process_speaks(runs):
     said = runs[-1]
     for name in ("one", "two", "broken"):
@@ -120,6 +121,7 @@ def test_all_end_well_and_only_the_first_process_speaks(runs):
     assert [m["step"] for m in log_of(runs[1])] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow_proof
 def test_two_processes_lose_what_one_loses(runs):
     """Loss, z-loss and gradient norm; the masked rows must be found at their places in the global batch."""
     one, two = (log_of(run)[:20] for run in runs[:2])
@@ -129,6 +131,7 @@ def test_two_processes_lose_what_one_loses(runs):
         assert gap.max() <= 1e-5, f"{name}: max {gap.max():.2e}, mean {gap.mean():.2e}"
 
 
+@pytest.mark.slow_proof
 def test_receipts_are_those_of_one_process_and_of_the_order(runs):
     from data.index import InstanceIndex
     from data.order import open_order
@@ -141,6 +144,7 @@ def test_receipts_are_those_of_one_process_and_of_the_order(runs):
         assert {m["step"]: m["receipt"] for m in log_of(run)} == want
 
 
+@pytest.mark.slow_proof
 def test_kill_and_a_signal_to_one_process_end_bit_equal(runs):
     """kill -9 of both, then SIGTERM to the second only: both save the same step and end with 75; the end is the straight one.
 
@@ -167,6 +171,7 @@ def restored(run):
     return checkpoint.restore(run / "checkpoints", STEPS, abstract_state(spec.step_spec()))
 
 
+@pytest.mark.slow_proof
 def test_their_checkpoint_is_one_that_one_process_goes_on_from(runs, tmp_path):
     """The weights are those of the one-process run up to rounding, and training goes on with the right batches."""
     import shutil
