@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 for name, value in {
     "JAX_PLATFORMS": "cpu",
     "HF_HUB_OFFLINE": "1",
@@ -12,3 +14,17 @@ for name, value in {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }.items():
     os.environ.setdefault(name, value)
+
+# Peak memory of the process itself. `ru_maxrss` will not do: exec hands a child the peak of the process that started it, so
+# "after minus before" is nothing in a child of a large test process.
+PEAK_KB = """
+def peak_kb():
+    with open("/proc/self/status") as f:
+        return int(next(line.split()[1] for line in f if line.startswith("VmHWM")))
+"""
+
+
+@pytest.fixture(scope="session")
+def peak_kb() -> str:
+    """Source of `peak_kb()`, for the program of a child process."""
+    return PEAK_KB

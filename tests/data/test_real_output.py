@@ -91,20 +91,20 @@ def test_batches_masks_and_receipts_at_8192_equal_olmo_core(run, reference_loade
 
 
 MEMORY = """
-import json, resource, sys
+import json, sys
 from data.config import FilterConfig, TokenizerConfig
 from data.shard_writer import JobSpec, ShardSpec, tokenize_shard
 from data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(TokenizerConfig())
 job = JobSpec(sys.argv[1], 8192, FilterConfig(enabled=True), 8_000_000)
 tokenize_shard(ShardSpec(sys.argv[2], "small", "x", "s"), job, tokenizer)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_kb()
 entry = tokenize_shard(ShardSpec(sys.argv[3], "big", "x", "s"), job, tokenizer)
-print(json.dumps([entry["documents"], entry["rejected"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
+print(json.dumps([entry["documents"], entry["rejected"], peak_kb() - before]))
 """
 
 
-def test_a_worker_needs_bounded_memory(tmp_path):
+def test_a_worker_needs_bounded_memory(tmp_path, peak_kb):
     """60 MB of documents and one of 60 MB, limit 8 MB: less than 150 MB more than for a small file."""
     line = json.dumps({"id": "x", "text": "some real words, and 12345 numbers\n" * 3000}) + "\n"
     (tmp_path / "small.jsonl").write_text(line * 20)
@@ -118,7 +118,7 @@ def test_a_worker_needs_bounded_memory(tmp_path):
     command = [
         sys.executable,
         "-c",
-        MEMORY,
+        peak_kb + MEMORY,
         str(tmp_path),
         str(tmp_path / "small.jsonl"),
         str(tmp_path / "big.jsonl"),
