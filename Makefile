@@ -60,8 +60,9 @@ plan: $(VENV)/.ready ## compile the published recipes for TPU slices on this mac
 	@for t in v5p:4x4x4 v6e:16x16 tpu7x:4x4x4; do $(REPRO) plan olmo3_7b_stage1 --topology $$t || exit 1; done
 	@$(REPRO) plan olmo3_32b_stage1 --topology v5p:8x8x8
 
-resume-campaign: $(VENV)/.ready ## kill training at random moments, 36 trials; all must end bit-equal
+resume-campaign: $(VENV)/.ready ## kill training at random moments, then disturb every other stage; all must end bit-equal or named
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/resume.py --out docs/resume-campaign
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/crash.py --out docs/crash-campaign
 
 faults: $(VENV)/.ready ## put each known mistake into our side, record who notices: docs/faults.md; ONLY="name ..."
 	@JAX_PLATFORMS=cpu PYTHONPATH=.:tests/campaigns $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY),--fresh --docs docs/faults)

@@ -176,6 +176,37 @@ def judged_weights(facts: Facts) -> tuple[str, str]:
     return CLEAR, f"each of {len(seen)} sets of weights judged once, none in another's place"
 
 
+def logged_loss(facts: Facts) -> tuple[str, str]:
+    """Weights that do not give the loss which the log of their run says.
+
+    Facts: `logged_loss` {failures, limit, rows: [{side, step, logged, measured}]}, `landmarks`, `logged_steps` (the last
+    step that our run logged). Behind the last step nothing is logged, so a landmark there is not asked.
+    """
+    found, last = facts["logged_loss"], int(facts["logged_steps"])
+    if not found:
+        raise KeyError("logged_loss")
+    if found["failures"]:
+        return FIRED, str(found["failures"][0])
+    seen = {r["step"] for r in found["rows"] if r["side"] == "reproduced"}
+    missing = [str(s) for s in facts["landmarks"] if s < last and s not in seen]
+    if missing:
+        return UNKNOWN, f"no loss of the next batch was measured at steps {', '.join(missing)}"
+    worst = max((abs(r["measured"] - r["logged"]) for r in found["rows"]), default=0.0)
+    return CLEAR, (
+        f"{len(found['rows'])} sets of weights give the logged CE of the next step within {worst:.2g} nat "
+        f"(allowed {found['limit']:g})"
+    )
+
+
+def changed(facts: Facts) -> tuple[str, str]:
+    """Files that the report reads and that are not as their stage made them. Facts: `changed_files` {checked, changed}."""
+    found = facts["changed_files"]
+    if found["changed"]:
+        more = f" and {len(found['changed']) - 1} more" if len(found["changed"]) > 1 else ""
+        return FIRED, f"{found['changed'][0]}{more} changed since a stage made it: run that stage with --redo"
+    return CLEAR, f"{found['checked']} files are as their stages made them"
+
+
 ALARMS: dict[str, Callable[[Facts], tuple[str, str]]] = {
     "memorised data": memorised,
     "optimizer state not fp32": optimizer_dtype,
@@ -185,6 +216,8 @@ ALARMS: dict[str, Callable[[Facts], tuple[str, str]]] = {
     "training and held-out documents overlap": disjoint,
     "scores are not lm-eval's": scores,
     "other weights were judged": judged_weights,
+    "weights are not those of the log": logged_loss,
+    "a result was changed": changed,
 }
 
 

@@ -47,6 +47,7 @@ def compare_runs(a: Path, b: Path, out: Path, *, cache: Path | None = None) -> P
     )
     for step in (0, *steps):
         joint_gate(a, b, step, out / "parity" / f"step{step}.json")
+    joint_logged(a, b, out / "parity" / "logged.json")
     evaluate_run(out, EvaluateSpec.from_recipe(recipe), cache=cache)
     return build(out)
 
@@ -112,3 +113,15 @@ def joint_gate(a: Path, b: Path, step: int, target: Path) -> None:
         found = [read_json(p) for p in places]
         worse = max(found, key=lambda f: (not f.get("ok"), f.get("max") or 0.0))
         write_json_atomic(target, {**worse, "ok": all(f.get("ok") is True for f in found)})
+
+
+def joint_logged(a: Path, b: Path, target: Path) -> None:
+    """What each run found of its own weights against its own log; missing where one of them has nothing."""
+    places = {"reference": a / "parity" / "logged.json", "reproduced": b / "parity" / "logged.json"}
+    if not all(p.exists() for p in places.values()):
+        return
+    found = {side: read_json(p) for side, p in places.items()}
+    ours = [{**r, "side": s} for s, f in found.items() for r in f["rows"] if r["side"] == "reproduced"]
+    failures = [text for f in found.values() for text in f["failures"]]
+    limit = max(f["limit"] for f in found.values())
+    write_json_atomic(target, {"ok": not failures, "limit": limit, "failures": failures, "rows": ours})

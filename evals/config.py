@@ -55,7 +55,14 @@ class ParityConfig(Section):
     prompt_tokens: int = Field(0, ge=0, description="0: the sequence length; must exceed the window")
     max_logit_difference: float = Field(2e-5, gt=0)
     max_kl: float = Field(1e-9, gt=0)
-    max_ce_difference: float = Field(2e-5, gt=0, description="per training step, nat")
+    max_ce_difference: float = Field(2e-5, gt=0, description="per training step in fp32, nat")
+    max_ce_difference_mixed: float = Field(
+        2e-3, gt=0, description="same weights and batch in bf16, nat: far below the spread between batches"
+    )
+
+    def ce_limit(self, numerics: str) -> float:
+        """Allowed |difference| of the CE that the same weights give on the same batch, in a numerics mode."""
+        return self.max_ce_difference if numerics == "fp32" else self.max_ce_difference_mixed
 
 
 class BoundsConfig(Section):

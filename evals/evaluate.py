@@ -12,15 +12,15 @@ config, so that a wrong `model.rope_theta` on our side is judged as what it is.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from data.config import CorpusConfig, TokenizerConfig
-from data.token_files import is_remote
 from evals.config import EvalConfig
-from evals.heldout import HeldoutSet, read_documents, token_root
+from evals.heldout import HeldoutSet, read_documents
+from evals.heldout import evaluate as evaluate_heldout
 from evals.heldout import summary as heldout_summary
 from evals.scoring import Params, Scorer
 from evals.text import TextTokenizer
@@ -288,25 +288,43 @@ class Evaluator:
         from evals.spot_check import exported, measure
 
         places, items = exported(self.run, step, SIDES), self.spec.evals.spot_items
-        root = token_root(self.run / "tokens" / self.spec.heldout)
-        if not places or not items or self.spec.numerics.mode != "fp32" or is_remote(root):
+        if not places or not items:
             return
         path = self.run / "evals" / f"step{step}" / "spot_check.json"
+        asked = self if self.spec.numerics.mode == "fp32" else self._in_fp32(items)
         scores = {s: {k: read_json(results[f"{s}.{k}"]) for k in ("heldout", "downstream")} for s in places}
         questions = {
             "items": items,
+            "numerics": asked.spec.numerics.mode,
             "scores": {s: [r["fingerprint"] for r in scores[s].values()] for s in scores},
         }
         key = self._identity("spot_check", questions, *(sides[s] for s in places))
         if stands(path, key):
             return
         start = time.monotonic()
+        if asked is not self:
+            scores = {s: asked.scores_of(sides[s]) for s in places}
         result = measure(
-            places, scores, self.suite, Path(root), self.spec.tokenizer,
+            places, scores, asked.suite, self.run / "tokens" / self.spec.heldout, self.spec.tokenizer,
             context=self.spec.context, items=items,
         )  # fmt: skip
         self.seconds[f"step{step}.spot_check"] = round(time.monotonic() - start, 2)
-        write(path, step, "both", key, result)
+        write(path, step, "both", key, {"numerics": asked.spec.numerics.mode, **result})
+
+    def _in_fp32(self, items: int) -> "Evaluator":
+        """The same programs in fp32 on few questions: a bf16 score says nothing about 1e-4 nat."""
+        few = self.spec.evals.model_copy(update={"items_per_task": items, "heldout_documents": max(2, items)})
+        spec = replace(self.spec, numerics=NumericsConfig(), evals=few)
+        return Evaluator(self.run, spec, cache=self.cache)
+
+    def scores_of(self, weights: Weights) -> dict[str, Any]:
+        """Held-out and downstream results of one set of weights, kept nowhere."""
+        scorer = self.scorer(weights.model)
+        losses = evaluate_heldout(scorer, weights.load(), self.heldout)
+        return {
+            "heldout": heldout_summary(self.heldout, losses),
+            "downstream": self.suite.run(self.lm.use(weights.load(), scorer)),
+        }
 
     def _inloop(self, step: int, side: str, weights: Weights) -> None:
         """AI2's in-loop tasks: shown in the report, not part of the verdict."""

@@ -114,7 +114,8 @@ def read_documents(
     chosen: dict[str, list[tuple[str, Document]]] = {}
     singles: dict[str, int] = {}
     left = {"without_a_prediction": 0, "unterminated_tail_tokens": 0, "beyond_the_limit": 0}
-    manifest, base = read_manifest(tokens_dir), token_root(tokens_dir)
+    manifest = read_manifest(tokens_dir)
+    base = manifest.get("base_dir") or str(tokens_dir)  # of a published mix, or of the run itself
     for shard in manifest["shards"]:
         path = join(base, shard["path"])
         digests = shard.get("sha256", ""), shard.get("sample_sha256", "")
@@ -155,11 +156,6 @@ def read_documents(
         )
     judged = {label: n for label, n in singles.items() if label in chosen}
     return HeldoutSet(documents, context, left, judged, str(manifest.get("mix", "")))
-
-
-def token_root(tokens_dir: Path) -> str:
-    """What the paths of a token manifest are relative to: its own folder, or the place of a published mix."""
-    return read_manifest(tokens_dir).get("base_dir") or str(tokens_dir)
 
 
 def check_ids(tokens: np.ndarray, vocab: int, path: str) -> None:

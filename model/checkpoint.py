@@ -301,6 +301,12 @@ def write_checkpoint(
     """
     import orbax.checkpoint as ocp
 
+    stands_at = int(jax.device_get(state["step"]))
+    if stands_at != step:
+        raise IdentityError(
+            f"the state to be saved as step {step} is that of step {stands_at}",
+            "nothing was written; report this",
+        )
     lead, name = jax.process_index() == 0, f"checkpoint{next(_saves)}-step{step}"
     wait = ocp.multihost.get_barrier_sync_fn()
     final, tmp = step_dir(root, step), root / f".writing-step{step}"

@@ -84,9 +84,10 @@ STAGES = (
         ("model.convert.hf", "model.checkpoint"), ("jax", "safetensors"),
     ),
     Stage(
-        "parity", "exports against our model, our run against the reference step by step", work.parity, ("parity/step[1-9]*.json", "parity/training.json"),
-        ("model", "numerics", "parity", "train", "data"), ("tokenize", "reference", "convert"),
-        ("evals.parity",), ("jax", "flax", "torch", "transformers"),
+        "parity", "exports against our model, our run against the reference step by step", work.parity,
+        ("parity/step[1-9]*.json", "parity/training.json", "parity/logged.json"),
+        ("model", "reference", "numerics", "loss", "parity", "train", "data"), ("tokenize", "reference", "convert"),
+        ("evals.parity", "evals.logged_loss", "data.loader", "data.masks"), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
         "evaluate", "four surfaces at every landmark, both sides", work.evaluate, ("evals",),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from data.index import InstanceIndex
+    from data.loader import StepSource
     from pipelines.recipe import Recipe
 
 PREEMPTED = 75
@@ -190,7 +191,8 @@ def convert(recipe: "Recipe", run: Path) -> None:
 
 
 def parity(recipe: "Recipe", run: Path) -> None:
-    """parity/step<k>.json: exports against our checkpoints; parity/training.json: step by step."""
+    """parity/step<k>.json: exports against our checkpoints; training.json: step by step; logged.json: weights against logs."""
+    from evals.logged_loss import Side, measure
     from evals.parity import logit_parity, training_parity
     from model.checkpoint import read_meta, restore_params
 
@@ -202,9 +204,9 @@ def parity(recipe: "Recipe", run: Path) -> None:
         out = run / "parity" / f"step{step}.json"
         result = logit_parity(run / "hf" / f"step{step}", params, model, prompts, recipe.parity, out=out)
         progress.update(done + 1, f"max |dlogit| {result['max']:.1e}")
+    logs = run / "reference" / "metrics.jsonl", run / "train" / "metrics.jsonl"
     training_parity(
-        run / "reference" / "metrics.jsonl",
-        run / "train" / "metrics.jsonl",
+        *logs,
         recipe.parity,
         steps,
         windows={s: read_meta(run / "checkpoints", s).get("skip_window") for s in steps},
@@ -212,6 +214,15 @@ def parity(recipe: "Recipe", run: Path) -> None:
         cold=recipe.reference.history.cold_window_at,
         out=run / "parity" / "training.json",
     )
+    theirs = recipe.reference
+    sides = {
+        "reference": Side(run / "reference" / "hf", theirs.model, theirs.loss, logs[0]),
+        "reproduced": Side(run / "hf", recipe.model, recipe.loss, logs[1]),
+    }
+    limit = recipe.parity.ce_limit(recipe.numerics.mode)
+    rows = recipe.train.micro_batch_instances
+    found = measure(sides, train_steps(recipe, run), steps, recipe.numerics, limit, rows)
+    write_json_atomic(run / "parity" / "logged.json", found)
 
 
 def evaluate(recipe: "Recipe", run: Path) -> None:
@@ -251,6 +262,22 @@ def train_index(recipe: "Recipe", run: Path, verify: str = "sampled") -> "Instan
         filter=recipe.data.filter,
         verify=verify,
     )
+
+
+def train_steps(recipe: "Recipe", run: Path) -> "StepSource":
+    """The batches of the run by step, as its trainer reads them: element k is the batch of step k + 1."""
+    from data.index import InstanceIndex
+    from data.loader import StepSource
+    from data.masks import open_mask
+    from data.order import open_order
+
+    data = recipe.data
+    index = InstanceIndex.from_manifest(
+        run / "tokens" / "train", data.sequence_length, data.chunk, verify="sampled"
+    )
+    if data.filter.enabled:
+        index.set_mask(open_mask(run / "order", index, data.filter))
+    return StepSource(index, open_order(run / "order"), data.global_batch_instances)
 
 
 def _local_reference(recipe: "Recipe") -> None:

@@ -22,7 +22,7 @@ from evals.evaluate import FILES, INLOOP_FILES
 from evals.logged_curve import compare_curves, from_metrics, read_wandb
 from evals.report.results import problem
 from evals.statistics import sign_pattern
-from infra.artifacts import differences, fingerprint, read_json, versions
+from infra.artifacts import differences, fingerprint, read_json, sha256_file, versions
 from infra.errors import ReproError
 from model.config import TrainConfig
 from model.metrics import read_metrics
@@ -415,6 +415,9 @@ def alarm_facts(
         "made_weights": made_weights(run, landmarks),
         "may_be_equal": bool(recipe.get("compared")),
         "spot_check": optional(run / "evals" / f"step{landmarks[-1]}" / "spot_check.json", []),
+        "logged_loss": optional(run / "parity" / "logged.json", []),
+        "logged_steps": len(curves["reproduced"]),
+        "changed_files": changed_files(run),
     }
     if "heldout_loss" in last:
         facts["heldout_difference"] = last["heldout_loss"]["difference"]
@@ -425,6 +428,23 @@ def alarm_facts(
         for split in SPLITS:
             facts[f"{split}_documents"] = list(document_digests(run, split, corpus))
     return facts
+
+
+def changed_files(run: Path) -> dict[str, Any]:
+    """Records and results against the digests that the stages took when they made them: {checked, changed: [name]}.
+
+    Weights, tokens and the rest are digested by the stages that read them. A file that is not here (a run is watched from
+    another machine) is no change.
+    """
+    checked, changed = 0, []
+    for path in sorted((run / "stages").glob("*.json")):
+        record = {} if path.name.endswith(".begun.json") else optional(path, []) or {}
+        for name, made in record.get("outputs", {}).items():
+            if name.endswith((".json", ".jsonl")) and (run / name).is_file():
+                checked += 1
+                if sha256_file(run / name) != made["sha256"]:
+                    changed.append(name)
+    return {"checked": checked, "changed": changed}
 
 
 def declared_differences(recipe: dict[str, Any]) -> list[str]:

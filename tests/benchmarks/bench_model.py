@@ -6,7 +6,8 @@ Both run at their best: allocator tuned (glibc reuses freed blocks; ours as `pip
 with the fastest of the micro-batches 1, 2, 4, 8.
 Each side runs in its own process; the sides alternate in rounds. The figure of a side is the median over rounds of its
 median step (the first step is left out), in wall and in CPU seconds. A loaded machine spoils both: wall for everybody, CPU
-for torch, whose threads spin while they wait. Look at `load_average` before a ratio. `--memory` adds peak memory at sequence 8192, one step each, `--profile` where our step's time goes.
+for torch, whose threads spin while they wait. Look at `load_average` before a ratio. `--memory` adds peak
+memory at sequence 8192, one step each (a side is stopped at 16 GB), `--profile` where our step's time goes.
 Prints one JSON object per shape.
 """
 
@@ -239,6 +240,40 @@ def compare(shape: str, steps: int, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def memory(shape: str = "long", limit_gb: float = 16.0) -> dict[str, Any]:
+    """Peak memory of one step of both sides; a side that passes `limit_gb` is stopped there, before the kernel does it."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    peaks, stopped = {}, []
+    for side in ("ours", "theirs"):
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            side,
+            "--shape",
+            shape,
+            "--steps",
+            "1",
+            "--micro",
+            "1",
+        ]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        peaks[side] = 0.0
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            high = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), "0")
+            peaks[side] = max(peaks[side], int(high) / 2**20)
+            if peaks[side] > limit_gb:
+                stopped.append(side)
+                process.kill()
+                process.wait()
+            time.sleep(0.02)
+        if process.returncode and side not in stopped:
+            raise SystemExit(f"{side} {shape} ended with {process.returncode}")
+    return {"shape": shape, "sequence": SHAPES[shape][6], "peak_gb": peaks, "stopped_at_the_limit": stopped,
+            "memory_ratio": round(peaks["ours"] / peaks["theirs"], 3)}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["tiny", "wide"])
@@ -262,7 +297,7 @@ def main() -> None:
             if args.profile:
                 print(json.dumps({"shape": shape, "profile_cpu_seconds": child("profile", shape, 4)}))
         if args.memory:
-            print(json.dumps(compare("long", 1, 1), indent=2))
+            print(json.dumps(memory(), indent=2))
 
 
 if __name__ == "__main__":

@@ -302,6 +302,16 @@ def page(record: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def finish_record(record: dict[str, Any], text: str, stem: str) -> None:
+    """Print the page; with a stem, write STEM.json and STEM.md."""
+    from infra.artifacts import write_json_atomic
+
+    if stem:
+        write_json_atomic(f"{stem}.json", record)
+        Path(f"{stem}.md").write_text(text)
+    print(text)
+
+
 def main() -> int:
     """Prepare, run straight, run the trials, write the record; 1 if a trial differs or the control does not."""
     parser = argparse.ArgumentParser(
@@ -316,7 +326,7 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from infra.artifacts import versions, write_json_atomic
+    from infra.artifacts import versions
 
     begun, where = time.monotonic(), Path(args.work)
     base = Path(args.run) if args.run else where / "base"
@@ -344,10 +354,7 @@ def main() -> int:
         "versions": versions("jax", "orbax-checkpoint", "grain", "numpy"), "pace": dataclasses.asdict(pace),
         "compared": sorted(wanted), "trials": trials,
     }  # fmt: skip
-    if args.out:
-        write_json_atomic(f"{args.out}.json", record)
-        Path(f"{args.out}.md").write_text(page(record))
-    print(page(record))
+    finish_record(record, page(record), args.out)
     return int(any(bool(t["different"]) == bool(t["trial"]) for t in trials))
 
 

@@ -33,7 +33,7 @@ def test_every_trap_is_injected_or_said_why_not(catalogue):
 def test_every_section_has_its_faults(catalogue):
     assert len(catalogue.FAULTS) >= 50 and len(catalogue.BY_NAME) == len(catalogue.FAULTS)
     assert {f.section for f in catalogue.FAULTS} == set(catalogue.SECTIONS)
-    assert all(bool(f.sets) != bool(f.patch) for f in catalogue.FAULTS)
+    assert all(f.sets or f.patch for f in catalogue.FAULTS)
 
 
 def test_every_patch_has_a_target_and_every_override_a_field(catalogue):
@@ -49,7 +49,7 @@ def test_every_patch_has_a_target_and_every_override_a_field(catalogue):
             owner = importlib.import_module(module)
             for part in dotted.split("."):
                 owner = getattr(owner, part)
-        if fault.sets:
+        if fault.sets and not fault.patch:
             changed = load_recipe("tiny", [*MICRO, *fault.sets]).declared_differences()
             assert changed, fault.name
 

@@ -177,27 +177,36 @@ def test_wrong_theta_on_our_side_is_not_faithful(whole, tmp_path):
     assert "rope_theta" in (run / "report" / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "words", "verdict"),
-    [
-        ("epoch_from_zero", "receipts", "first step that differs is 1", "NOT FAITHFUL"),
-        ("window_one_more", "step-0 logit gate", "window", "NOT FAITHFUL"),
-        ("z_loss_left_out", "z-loss", "is 1 at step 1", "INCONCLUSIVE"),
-        ("first_rate_zero", "learning rate", "at step 1", "NOT FAITHFUL"),
-        ("layers_exchanged", "export parity", "largest logit difference", "NOT FAITHFUL"),
-        ("bos_added", "alarm: scores are not lm-eval's", "lm-eval's", "INCONCLUSIVE"),
-    ],
-)
-def test_a_fault_of_each_section_is_caught(whole, tmp_path, monkeypatch, name, first, words, verdict):
-    """A sample of `make faults`, one of each section, against the undisturbed run as control."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "campaigns"))
-    from faults.catalogue import BY_NAME
-    from faults.chain import trial
+# One fault of each section of `make faults`: the check that must answer, its words, and the verdict.
+SAMPLE = {
+    "epoch_from_zero": ("receipts", "first step that differs is 1", "NOT FAITHFUL"),
+    "window_one_more": ("step-0 logit gate", "window", "NOT FAITHFUL"),
+    "z_loss_left_out": ("z-loss", "is 1 at step 1", "INCONCLUSIVE"),
+    "first_rate_zero": ("learning rate", "at step 1", "NOT FAITHFUL"),
+    "layers_exchanged": ("export parity", "largest logit difference", "NOT FAITHFUL"),
+    "bos_added": ("alarm: scores are not lm-eval's", "lm-eval's", "INCONCLUSIVE"),
+}
 
-    found = trial(whole, BY_NAME[name], tmp_path, extra=["train.landmarks=[12]"])
-    heard = {c["check"]: c["message"] for c in found["checks"]}
+
+@pytest.fixture(scope="module")
+def trials(whole, tmp_path_factory):
+    """The record of every fault of the sample, with the undisturbed run as control, two at a time."""
+    patch, where = pytest.MonkeyPatch(), tmp_path_factory.mktemp("faults")
+    patch.syspath_prepend(str(Path(__file__).parents[1] / "campaigns"))
+    from faults import chain
+
+    extra = ["train.landmarks=[12]"]
+    found = chain.trials(whole, list(SAMPLE), where, jobs=2, cache=where / "compiled", extra=extra)
+    yield {record["name"]: record for record in found}
+    patch.undo()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_fault_of_each_section_is_caught(trials, name):
+    first, words, verdict = SAMPLE[name]
+    heard = {c["check"]: c["message"] for c in trials[name]["checks"]}
     assert first in heard and words in heard[first], heard
-    assert found["verdict"] == verdict, found["reasons"]
+    assert trials[name]["verdict"] == verdict, trials[name]["reasons"]
 
 
 @pytest.mark.parametrize(

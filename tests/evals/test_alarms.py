@@ -29,6 +29,13 @@ CALM = {
             }
         },
     },
+    "logged_loss": {
+        "failures": [],
+        "limit": 2e-5,
+        "rows": [{"side": "reproduced", "step": 16, "logged": 5.0, "measured": 5.000001}],
+    },
+    "logged_steps": 96,
+    "changed_files": {"checked": 4, "changed": []},
     "judged_weights": {
         "16": {"reference": "r16", "reproduced": "p16"},
         "96": {"reference": "r96", "reproduced": "p96"},
@@ -101,6 +108,16 @@ def manifests(**change):
             {"judged_weights": weights(**{"96": {"reference": "r96", "reproduced": "p95"}})},
             "not the ones its stage made",
         ),
+        (
+            "weights are not those of the log",
+            {"logged_loss": CALM["logged_loss"] | {"failures": ["the reproduced weights of step 16 give"]}},
+            "step 16",
+        ),
+        (
+            "a result was changed",
+            {"changed_files": {"checked": 4, "changed": ["evals/step16/token_kl.json", "b"]}},
+            "token_kl.json and 1 more",
+        ),
     ],
 )
 def test_each_alarm_fires(name, change, word):
@@ -123,6 +140,8 @@ def test_a_better_model_is_not_memorised_data():
         ("training and held-out documents overlap", "train_documents"),
         ("scores are not lm-eval's", "spot_check"),
         ("other weights were judged", "judged_weights"),
+        ("weights are not those of the log", "logged_loss"),
+        ("a result was changed", "changed_files"),
     ],
 )  # fmt: skip
 def test_an_alarm_without_facts_is_unknown(name, missing):
@@ -136,6 +155,12 @@ def test_two_runs_of_ours_may_be_equal():
     assert state("other weights were judged", judged_weights=same, made_weights={}).state == FIRED
     change = {"judged_weights": same, "made_weights": {}, "may_be_equal": True}
     assert state("other weights were judged", **change).state == CLEAR
+
+
+def test_a_landmark_without_a_measured_loss_is_unknown_but_the_last_step_has_none_to_give():
+    name, nothing = "weights are not those of the log", CALM["logged_loss"] | {"rows": []}
+    assert state(name, logged_loss=nothing).state == UNKNOWN
+    assert state(name, logged_loss=nothing, landmarks=[96]).state == CLEAR
 
 
 def test_empty_facts_are_unknown_too():

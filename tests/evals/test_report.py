@@ -145,6 +145,12 @@ def whole(recipe, model_cfg, params, text, tmp_path_factory):
         run / "parity" / "step0.json",
         {"ok": True, "max": 3e-6, "mean": 1e-7, "kl_max": 2e-12, "kl_mean": 1e-13},
     )
+    rows = [
+        {"side": s, "step": STEPS[0], "logged": 10.7, "measured": 10.7} for s in ("reference", "reproduced")
+    ]
+    write_json_atomic(
+        run / "parity" / "logged.json", {"ok": True, "limit": 2e-5, "failures": [], "rows": rows}
+    )
     evaluate_run(run)
     return run
 
@@ -238,6 +244,14 @@ def test_a_run_that_stopped_at_the_gate_gets_its_report(recipe, tmp_path):
     assert "not available" in page and "parts that are missing" in page
 
 
+def change_a_result(run):
+    """A digit of a result, after its stage has taken the digests; the figures stay within every bound."""
+    name = "evals/step2/token_kl.json"
+    made = {name: {"sha256": hashlib.sha256((run / name).read_bytes()).hexdigest()}}
+    write_json_atomic(run / "stages" / "evaluate.json", {"stage": "evaluate", "outputs": made})
+    write_json_atomic(run / name, {**read_json(run / name), "note": "edited"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "overall", "word"),
     [
@@ -280,6 +294,8 @@ def test_a_run_that_stopped_at_the_gate_gets_its_report(recipe, tmp_path):
         ),
         (lambda r: (r / "corpus" / "corpus.json").unlink(), "INCONCLUSIVE", "overlap"),
         (lambda r: (r / "tokens" / "train" / "manifest.json").unlink(), "INCONCLUSIVE", "EOS count"),
+        (lambda r: (r / "parity" / "logged.json").unlink(), "INCONCLUSIVE", "not those of the log"),
+        (change_a_result, "INCONCLUSIVE", "token_kl.json changed since"),
     ],
 )
 def test_whatever_is_spoiled_shows(run, spoil, overall, word):

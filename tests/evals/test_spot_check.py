@@ -1,16 +1,20 @@
 """The spot check: silent on our scores, firing on mistakes that both sides share and paired differences hide."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
 
 from data.config import TokenizerConfig
+from evals.config import EvalConfig
 from evals.downstream import Suite
+from evals.evaluate import EvaluateSpec, Evaluator, find_weights
 from evals.heldout import evaluate, read_documents, summary
 from evals.lm_eval_model import JaxLM
 from evals.spot_check import document_tokens, measure
-from infra.artifacts import write_json_atomic
+from infra.artifacts import read_json, write_json_atomic
+from model.config import NumericsConfig
 
 CONTEXT = 96
 
@@ -121,6 +125,28 @@ def test_another_weight_is_noticed(scored, hf_dir, heldout_dir, scorer, params):
         items=2,
     )
     assert [f for f in found["failures"] if row["id"] in f]
+
+
+def test_mixed_scores_are_asked_again_in_fp32(hf_dir, model_cfg, heldout_dir, task_cache, tmp_path):
+    """bf16 scores cannot be held to 1e-4 nat, so the same programs answer a few questions in fp32."""
+    for side in ("reference/hf", "hf"):
+        (tmp_path / side).mkdir(parents=True)
+        os.symlink(hf_dir, tmp_path / side / "step2")
+    (tmp_path / "tokens").mkdir()
+    os.symlink(heldout_dir, tmp_path / "tokens" / "heldout")
+    few = EvalConfig(
+        tasks=("arc_easy",), items_per_task=3, heldout_documents=3, spot_items=1, torch_documents=0
+    )
+    mixed = NumericsConfig(mode="mixed")
+    spec = EvaluateSpec(model_cfg, model_cfg, mixed, TokenizerConfig(), few, CONTEXT, (2,))
+    Evaluator(tmp_path, spec, cache=task_cache).landmark(2)
+    found = read_json(tmp_path / "evals" / "step2" / "spot_check.json")
+    assert found["ok"] and found["numerics"] == "fp32" and set(found["sides"]) == {"reference", "reproduced"}
+    ours = read_json(tmp_path / "evals" / "step2" / "reference.heldout.json")
+    exact = Evaluator(tmp_path, dataclasses.replace(spec, numerics=NumericsConfig()), cache=task_cache)
+    theirs = exact.scores_of(find_weights(tmp_path, "reference", 2, model_cfg))["heldout"]
+    gaps = [abs(a["nll"] - b["nll"]) for a, b in zip(ours["documents"], theirs["documents"], strict=True)]
+    assert max(gaps) > 1e-3  # what was evaluated really is bf16
 
 
 def test_documents_are_cut_at_eos(heldout_dir, text):

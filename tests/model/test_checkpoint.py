@@ -32,17 +32,28 @@ def meta(spec):
     return {"model": spec.model.model_dump(mode="json")}
 
 
+def at(state, step):
+    """The state as it would be after `step`: what a checkpoint holds must stand where its name says."""
+    return {**state, "step": jnp.int32(step)}
+
+
 def save(root, step, state, spec, **kw):
     with Saver(root, **kw) as saver:
-        saver.save(step, state, meta(spec))
+        saver.save(step, at(state, step), meta(spec))
 
 
 def test_round_trip(tmp_path, spec, state):
     save(tmp_path, 5, state, spec)
     back, record = restore(tmp_path, 5, step_lib.abstract_state(spec))
-    assert state_digest(back) == state_digest(state)
+    assert state_digest(back) == state_digest(at(state, 5))
     assert record["step"] == 5 and float(back["opt"]["count"]) == 1
-    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, back, state))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, back["params"], state["params"]))
+
+
+def test_a_state_of_another_step_is_not_saved(tmp_path, spec, state):
+    with pytest.raises(ReproError, match="saved as step 5 is that of step 0"), Saver(tmp_path) as saver:
+        saver.save(5, state, meta(spec))
+    assert committed(tmp_path).steps == ()
 
 
 def test_parameters_only_and_self_describing(tmp_path, spec, state):  # B1, B3
@@ -52,6 +63,7 @@ def test_parameters_only_and_self_describing(tmp_path, spec, state):  # B1, B3
 
 
 def test_donated_buffers_do_not_reach_the_file(tmp_path, spec, state):  # D2, D7
+    state = jax.device_put(at(state, 1), step_lib.state_shardings(spec))
     before = state_digest(state)
     destroy = jax.jit(
         lambda s: jax.tree.map(lambda x: x * 0 - 7 if x.dtype == jnp.float32 else x, s), donate_argnums=0
@@ -68,16 +80,16 @@ def test_donated_buffers_do_not_reach_the_file(tmp_path, spec, state):  # D2, D7
 def test_failed_save_raises_with_its_path(tmp_path, spec, state):  # D1
     root = tmp_path / "checkpoints"
     saver = Saver(root)
-    saver.save(1, state, meta(spec))
+    saver.save(1, at(state, 1), meta(spec))
     saver.wait()
     shutil.rmtree(root)
     root.write_text("a file where the directory should be")
-    saver.save(2, state, meta(spec))
+    saver.save(2, at(state, 2), meta(spec))
     saver._thread.join()
     with pytest.raises(ReproError, match="step2 failed"):
         saver.check()
     root.unlink()
-    saver.save(3, state, meta(spec))
+    saver.save(3, at(state, 3), meta(spec))
     saver.wait()
     assert latest_committed(root)[0] == 3
 
@@ -128,7 +140,7 @@ def test_leftovers_of_a_killed_writer(tmp_path, spec, state):
 def test_retention_keeps_landmarks(tmp_path, spec, state):
     with Saver(tmp_path, keep=(2, 5), keep_last=2) as saver:
         for step in range(1, 9):
-            saver.save(step, state, meta(spec))
+            saver.save(step, at(state, step), meta(spec))
     assert committed(tmp_path).steps == (2, 5, 7, 8)
     assert not committed(tmp_path).skipped
 
@@ -137,7 +149,7 @@ def test_copied_checkpoint_is_still_one(tmp_path, spec, state):  # D4
     save(tmp_path / "a", 1, state, spec)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     back, _ = restore(tmp_path / "b", 1, step_lib.abstract_state(spec))
-    assert state_digest(back) == state_digest(state)
+    assert state_digest(back) == state_digest(at(state, 1))
     partial = tmp_path / "c" / "step1"  # manifest travels last: without it nothing is taken as done
     shutil.copytree(tmp_path / "a" / "step1", partial, ignore=shutil.ignore_patterns("MANIFEST.json"))
     assert latest_committed(tmp_path / "c")[0] is None
@@ -154,7 +166,7 @@ def test_other_model_is_refused(tmp_path, spec, state, golden_cfg):
 
 def test_other_layout_is_refused(tmp_path, spec, state):  # B3
     with Saver(tmp_path) as saver:
-        saver.save(1, state, {**meta(spec), "layout": "one-by-one-v9"})
+        saver.save(1, at(state, 1), {**meta(spec), "layout": "one-by-one-v9"})
     with pytest.raises(IdentityError, match="one-by-one-v9"):
         restore(tmp_path, 1, step_lib.abstract_state(spec))
 

@@ -124,7 +124,7 @@ def test_from_a_checkpoint(tmp_path, golden_cfg, golden_params):
         "model": golden_cfg.model_dump(mode="json"),
         "identity": {"optimizer": OLD.model_dump(mode="json")},
     }
-    checkpoint.write_checkpoint(tmp_path / "checkpoints", 7, state, meta)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints", 7, {**state, "step": np.int32(7)}, meta)
     new = NEW.model_copy(update={"skip_step": NEW.skip_step.model_copy(update={"window": 16})})
     none = tmp_path / "no record"
     entry = stage.find(PreviousStage(run=str(tmp_path), step=7), new, none)
@@ -134,7 +134,8 @@ def test_from_a_checkpoint(tmp_path, golden_cfg, golden_params):
         assert checkpoint.state_digest(got["opt"][part]) == checkpoint.state_digest(state["opt"][part])
     assert checkpoint.state_digest(got["params"]) == checkpoint.state_digest(state["params"])
     assert entry.optimizer.weight_decay == 0.1 and got["opt"]["window"]["losses"].shape == (17,)
-    checkpoint.write_checkpoint(tmp_path / "checkpoints", 8, state, {"model": meta["model"]})
+    later = {**state, "step": np.int32(8)}
+    checkpoint.write_checkpoint(tmp_path / "checkpoints", 8, later, {"model": meta["model"]})
     with pytest.raises(IdentityError, match="which optimizer"):
         stage.find(PreviousStage(run=str(tmp_path), step=8), new, none)
 

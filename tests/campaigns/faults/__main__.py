@@ -1,13 +1,15 @@
 """The command: `PYTHONPATH=.:tests/campaigns python -m faults [--only NAME ...] [--out runs/faults] [--docs docs/faults]`.
 
-Makes the control once, then one trial per fault, one line each, and writes the record after every trial. What stands in OUT
-from an interrupted campaign is used again, unless --fresh. Exit status 1 when the control is not clean, or a fault was neither caught nor classed.
+Makes the control once, then one trial per fault, --jobs at a time in processes of their own, one line each, and writes the
+record after every trial. What stands in OUT from an interrupted campaign is used again, unless --fresh. Exit status 1 when the
+control is not clean, or a fault was neither caught nor classed.
 """
 
 import argparse
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from faults import page
@@ -26,6 +28,7 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="keep the run directories of the trials")
     parser.add_argument("--fresh", action="store_true", help="make the control and every trial again")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time")
     parser.add_argument("--list", action="store_true", help="print the catalogue")
     args = parser.parse_args()
     if args.list:
@@ -45,11 +48,12 @@ def campaign(faults: list, args: argparse.Namespace) -> int:
     from faults import chain
     from infra.artifacts import read_json, versions, write_json_atomic
 
-    out = Path(args.out).resolve()
+    out, begun = Path(args.out).resolve(), time.monotonic()
     if args.fresh:
         (out / "control.json").unlink(missing_ok=True)
+        (out / "faults.json").unlink(missing_ok=True)
     chain.settle(out / "compiled")
-    kept = out / "control.json"
+    kept, record_file = out / "control.json", out / "faults.json"
     if kept.exists():
         control = read_json(kept)
     else:
@@ -57,24 +61,20 @@ def campaign(faults: list, args: argparse.Namespace) -> int:
         control = chain.control(out / "control")
         write_json_atomic(kept, control)
     print(page.line(0, len(faults), control), flush=True)
-    earlier = out / "faults.json"
-    standing = (
-        {t["name"]: t for t in read_json(earlier)["trials"]} if earlier.exists() and not args.fresh else {}
-    )
+    standing = {t["name"]: t for t in read_json(record_file)["trials"]} if record_file.exists() else {}
     for name in args.only:
         standing.pop(name, None)
-    trials: list[dict] = []
-    for number, fault in enumerate(faults, 1):
-        if fault.name in standing:
-            trials.append(standing[fault.name])
-            continue
-        trial = chain.trial(out / "control", fault, out / "trials", keep=args.keep)
-        trials.append({**trial, "class": page.classed(trial)})
-        print(page.line(number, len(faults), trials[-1]), flush=True)
-        names = {t["name"] for t in trials}
-        write_json_atomic(earlier, {"trials": [*trials, *(t for n, t in standing.items() if n not in names)]})
-    record = {"control": control, "trials": trials, "catalogue": len(FAULTS), "cpus": os.cpu_count(),
-              "seconds": control["seconds"] + sum(t["seconds"] for t in trials),
+    wanted = [f.name for f in faults if f.name not in standing]
+    made = chain.trials(
+        out / "control", wanted, out / "trials", jobs=args.jobs, cache=out / "compiled", keep=args.keep
+    )
+    for number, trial in enumerate(made, 1):
+        standing[trial["name"]] = {**trial, "class": page.classed(trial)}
+        print(page.line(number, len(wanted), standing[trial["name"]]), flush=True)
+        write_json_atomic(record_file, {"trials": list(standing.values())})
+    trials = [standing[f.name] for f in FAULTS if f.name in standing]
+    record = {"control": control, "trials": trials, "catalogue": len(FAULTS), "cpus": os.cpu_count(), "jobs": args.jobs,
+              "seconds": round(time.monotonic() - begun, 1), "made": len(wanted),
               "versions": versions("jax", "torch", "transformers", "ai2-olmo-core", "lm-eval")}  # fmt: skip
     bad = [t["name"] for t in trials if t["class"] == page.NOT_CAUGHT]
     page.write(record, out, args.docs)

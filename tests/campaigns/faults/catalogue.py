@@ -178,7 +178,9 @@ CONVERSION = (
     Fault("stale_landmark_exported", "conversion", (), "the export of the last landmark holds the weights of the first", "convert",
           patch=("model.checkpoint:restore_params", do.first_landmark), during="convert"),
     Fault("stale_state_saved", "conversion", (), "every checkpoint holds the state of the save before it", "train",
-          patch=("model.checkpoint:Saver.save", do.late_save)),
+          sets=("train.checkpoint_every=6",), patch=("model.checkpoint:Saver.save", do.late_save())),
+    Fault("stale_weights_saved", "conversion", (), "every checkpoint holds the weights of the save before it, all else is right", "train",
+          sets=("train.checkpoint_every=6",), patch=("model.checkpoint:Saver.save", do.late_save("params"))),
 )  # fmt: skip
 
 EVALUATION = (

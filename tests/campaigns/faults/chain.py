@@ -2,25 +2,28 @@
 
     control(run)                        # the whole chain, undisturbed but for one interruption of training; once
     found = trial(run, fault, where)    # a copy of links, the stages from `fault.redo` on, what the checks said
+    for found in trials(run, names, where, jobs=2, cache=...): ...     # the same, in processes of their own
 
 All mechanisms of the recipe are on in the control, on both sides: masked instances, skipped steps, two schedules with a lost
 window, YaRN on full layers. A check that fires is written down and the chain goes on where it can, so that later checks and
-the verdict are heard too. The surprising thing: stages run in this process, since a fault lives in this process; only the
-reference has a process of its own, which no fault reaches.
+the verdict are heard too. The surprising thing: the stages of a trial run in one process, since a fault lives in a process;
+only the reference has another one, which no fault reaches.
 """
 
 import contextlib
 import dataclasses
 import functools
 import io
+import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from faults.catalogue import Fault
+from faults.catalogue import BY_NAME, Fault
 from faults.hear import Check, effect, hear, rank
 from faults.inject import applied, swapped
 
@@ -132,6 +135,20 @@ def trial(
     }  # fmt: skip
 
 
+def trials(
+    base: Path, names: Sequence[str], where: Path, *, jobs: int, cache: Path, keep: bool = False, extra: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The records of the named faults, as they come. What a mistake leaves behind in a process reaches no other trial's files."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, initializer=settle, initargs=(cache,)) as pool:
+        asked = [pool.submit(_named, base, name, where, keep, extra) for name in names]
+        yield from (done.result() for done in as_completed(asked))
+
+
+def _named(base: Path, name: str, where: Path, keep: bool, extra: Sequence[str]) -> dict[str, Any]:
+    return trial(base, BY_NAME[name], where, keep=keep, extra=extra)
+
+
 def judged(run: Path, checks: list[Check], base: Path | None) -> dict[str, Any]:
     """Everything the checks of the product say about `run`, the verdict, and the effect on the outcome."""
     from evals.report.build import plain
@@ -173,12 +190,12 @@ def clone(base: Path, run: Path) -> None:
 
 def clear(run: Path, stage: str, fault: Fault) -> None:
     """Remove what a stage made. Scores of the reference that the fault cannot change stay and are used again."""
-    from pipelines.stages import BY_NAME
+    from pipelines.stages import BY_NAME as STAGE
 
     spare = stage == "evaluate" and fault.redo in ("order", "train", "convert")
     (run / "stages" / f"{stage}.json").unlink()
     (run / "stages" / f"{stage}.begun.json").unlink(missing_ok=True)
-    for pattern in BY_NAME[stage].owns:
+    for pattern in STAGE[stage].owns:
         for path in run.glob(pattern):
             files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
             for file in files:
@@ -191,14 +208,14 @@ def clear(run: Path, stage: str, fault: Fault) -> None:
 @contextlib.contextmanager
 def trained_here(interrupt_at: int) -> Iterator[None]:
     """Stage `train` in this process; the step-0 gate has been heard and does not stop it. 0: no interruption."""
-    from pipelines.stages import BY_NAME
+    from pipelines.stages import BY_NAME as STAGE
 
-    real = BY_NAME["train"]
-    BY_NAME["train"] = dataclasses.replace(real, work=lambda recipe, run: train_here(run, interrupt_at))
+    real = STAGE["train"]
+    STAGE["train"] = dataclasses.replace(real, work=lambda recipe, run: train_here(run, interrupt_at))
     try:
         yield
     finally:
-        BY_NAME["train"] = real
+        STAGE["train"] = real
 
 
 def train_here(run: Path, interrupt_at: int) -> None:

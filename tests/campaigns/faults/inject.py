@@ -235,18 +235,24 @@ def _steps(root) -> list[int]:
     return list(read_recipe(Path(root).parent).train.landmark_steps)
 
 
-def late_save(real):
-    before: list[Any] = []
+def late_save(*parts):
+    """Save the state of the save before; with `parts`, only these parts of it."""
 
-    def save(self, step, state, meta):
-        import jax
-        import jax.numpy as jnp
+    def make(real):
+        before: list[Any] = []
 
-        kept = jax.tree.map(jnp.copy, state)
-        real(self, step, before[-1] if before else state, meta)
-        before[:] = [kept]
+        def save(self, step, state, meta):
+            import jax
+            import jax.numpy as jnp
 
-    return save
+            kept = jax.tree.map(jnp.copy, state)
+            stale = before[-1] if before else state
+            real(self, step, {**state, **{k: stale[k] for k in parts or state}}, meta)
+            before[:] = [kept]
+
+        return save
+
+    return make
 
 
 # ---------------------------------------------------------------- evaluation

@@ -78,7 +78,8 @@ def summary(record: Record) -> list[str]:
     count = {c: sum(t["class"] == c for t in trials) for c in (STOPPED, CAUGHT, BITS_ONLY, NOT_CAUGHT)}
     clean = "nothing fired" if not control["checks"] else f"FIRED: {first(control)}"
     return [
-        f"{len(trials)} of the {record['catalogue']} faults of the catalogue in {record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs: "
+        f"{len(trials)} of the {record['catalogue']} faults of the catalogue ({record['made']} of them and the control in "
+        f"{record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs, {record['jobs']} at a time): "
         + ", ".join(f"{n} {c}" for c, n in count.items() if n) + ".",
         f"The control: verdict {control['verdict']}, {clean}. It trains {control['steps']} steps in which the reference skips "
         f"{len(control['skipped_steps'])} and masks {control['masked_instances']} instances, with YaRN, a hand-over between two "

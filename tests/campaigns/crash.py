@@ -1,0 +1,483 @@
+"""Every other way to lose a run: each stage killed, the flow, its server, a full disk, a read-only one, a jumping clock, a second
+flow, one byte changed in each kind of artifact. Afterwards the run ends bit-equal to the one left alone, or the fault is named.
+
+    python tests/campaigns/crash.py                       all trials on a shrunk `tiny` (part of `make resume-campaign`)
+    python tests/campaigns/crash.py --only 17             one trial again
+    python tests/campaigns/crash.py --list
+
+A trial takes a copy of the finished control from which a stage and all after it are gone, lets the stage (or the flow) be
+disturbed, and then gives the same command again without disturbance. Compared: every artifact that the stages after it own.
+A trial is `equal`, or `named`: exit 2, one message that names the file or the remedy, nothing made after it. Anything else fails.
+
+Seed and number fix kind and moment, as a fraction of the stage's duration in the control. The surprising thing: a full disk is
+a real one, a tmpfs in a mount namespace of the trial's own; where the kernel gives no namespace, these trials are left out by name.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from resume import SHRUNK, STABLE, finish_record  # noqa: E402
+
+STAGES = (
+    "tokenize",
+    "order",
+    "init",
+    "gate",
+    "reference",
+    "train",
+    "convert",
+    "parity",
+    "evaluate",
+    "report",
+)
+TRIED = {"tokenize": 3, "order": 2, "init": 2, "gate": 2, "reference": 2, "train": 2, "convert": 3, "parity": 2,
+         "evaluate": 3, "report": 2}  # fmt: skip
+RECIPE = [
+    *(f for f in SHRUNK if not f.startswith("data.sequence")), "data.sequence_length=48", "evals.context=128",
+    "evals.heldout_documents=4", "evals.items_per_task=2", "evals.tasks=[\"arc_easy\",\"piqa\"]", "evals.torch_documents=1",
+    "evals.spot_items=1",
+]  # fmt: skip
+# Artifacts of which one byte is changed: a pattern below the run directory, and the stage that is asked for afterwards.
+KINDS_OF_FILES = {
+    "token shard": ("tokens/train/*/00000.npy", "order"),
+    "held-out token shard": ("tokens/heldout/*/00000.npy", "evaluate"),
+    "token manifest": ("tokens/train/manifest.json", "train"),
+    "document boundaries": ("tokens/heldout/*/00000.csv.gz", "evaluate"),
+    "global order": ("order/*.npy", "train"),
+    "repetition mask": ("order/mask.*", "train"),
+    "step-0 weights": ("init/hf/*.safetensors", "train"),
+    "reference's weights": ("reference/hf/step16/*.safetensors", "evaluate"),
+    "reference's log": ("reference/metrics.jsonl", "parity"),
+    "checkpoint": ("checkpoints/step16/params/**/*", "convert"),
+    "checkpoint's record": ("checkpoints/step16/meta.json", "convert"),
+    "exported weights": ("hf/step16/*.safetensors", "parity"),
+    "results": ("evals/step16/reproduced.heldout.json", "report"),
+    "stage record": ("stages/train.json", "convert"),
+}
+# Files whose bytes tell the time or the place, with what is compared instead.
+TIMED = (
+    "reference/log.txt",
+    "reference/spec.json",
+    "reference/work",
+    "evals/timings.json",
+    "train/trace",
+    "report/",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One trial: what is done to which stage (or artifact), and when."""
+
+    number: int
+    kind: str
+    target: str
+    fraction: float = 0.0
+    whole_group: bool = False
+
+
+def plans(seed: int) -> list[Plan]:
+    """Every trial, a pure function of the seed."""
+    made: list[tuple[str, str]] = [("kill", stage) for stage in STAGES for _ in range(TRIED[stage])]
+    made += [("kill flow", s) for s in ("convert", "evaluate")] + [
+        ("kill server", s) for s in ("convert", "parity")
+    ]
+    made += [("disk full", s) for s in ("tokenize", "train", "convert", "evaluate")]
+    made += [("read-only", s) for s in ("order", "convert")]
+    made += [("clock jumps", s) for s in ("train", "evaluate")] + [("two flows", "convert")]
+    made += [("byte changed", kind) for kind in KINDS_OF_FILES]
+    out = []
+    for number, (kind, target) in enumerate(made, 1):
+        rng = random.Random(f"{seed}/{number}")
+        out.append(Plan(number, kind, target, round(rng.uniform(0.05, 0.95), 3), rng.random() < 0.5))
+    return out
+
+
+# ---------------------------------------------------------------- processes
+
+
+def environment(run: Path, **extra: str) -> dict[str, str]:
+    """Of a command under test: CPU, compiled programs shared between trials."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": str(run.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **extra}  # fmt: skip
+
+
+def command(run: Path, stage: str, *flags: str) -> list[str]:
+    """`repro STAGE` of a run directory; `reproduce` is the whole chain."""
+    return [sys.executable, "-m", "pipelines.cli", stage, "tiny", "--run-dir", str(run), *flags]
+
+
+def start(run: Path, argv: list[str], **extra: str) -> subprocess.Popen:
+    """A command in a session of its own; what it says goes to RUN.txt."""
+    with open(run.with_suffix(".txt"), "a") as out:
+        return subprocess.Popen(
+            argv, env=environment(run, **extra), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+        )
+
+
+def again(run: Path, argv: list[str]) -> tuple[int, str]:
+    """(exit status, what it said) of an undisturbed command."""
+    done = subprocess.run(argv, env=environment(run), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stderr + done.stdout
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    out, todo = [], [pid]
+    while todo:
+        found = children.get(todo.pop(), [])
+        out += found
+        todo += found
+    return out
+
+
+def kill(process: subprocess.Popen, whole_group: bool) -> None:
+    """kill -9 of the command alone, or of all that it started, as when the machine dies."""
+    victims = [*descendants(process.pid), process.pid] if whole_group else [process.pid]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---------------------------------------------------------------- runs
+
+
+def clone(base: Path, run: Path, keep: str = "") -> None:
+    """A run directory of hard links to the control's; `keep`: a pattern whose files are copied, since they are changed."""
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(base, run, symlinks=True, copy_function=os.link,
+                    ignore=shutil.ignore_patterns(".lease", ".leases", ".xmanager", "logs", ".cache", ".prefect"))  # fmt: skip
+    # What is written in place, or is changed by the trial, must not be the control's own.
+    for path in [run / "train" / "metrics.jsonl", *(run.glob(keep) if keep else ())]:
+        if path.is_file():
+            copy = path.with_name(path.name + ".copy")
+            shutil.copy(path, copy)
+            os.replace(copy, path)
+    if (base / ".cache").exists():
+        (run / ".cache").symlink_to((base / ".cache").resolve())
+
+
+def cut(run: Path, stage: str) -> list[str]:
+    """Remove what `stage` and all after it made. Returns these stages."""
+    if stage == "report":
+        shutil.rmtree(run / "report")
+        return ["report"]
+    from pipelines.stages import redo_from
+
+    shutil.rmtree(run / "report", ignore_errors=True)
+    return [*redo_from(stage, run), "report"]
+
+
+def evidence(run: Path, stages: list[str]) -> dict[str, str]:
+    """Digest of every file that these stages own; logs and checkpoints by their content without clock and place."""
+    from infra.artifacts import digest_tree
+    from pipelines.stages import BY_NAME
+
+    out: dict[str, str] = {}
+    for stage in stages:
+        for pattern in BY_NAME[stage].owns:
+            for root in sorted(run.glob(pattern)):
+                for inner, digest in digest_tree(root).items():
+                    name = f"{root.relative_to(run).as_posix()}/{inner}".rstrip("/")
+                    if not name.startswith(
+                        (*TIMED, "checkpoints/", "reference/checkpoints")
+                    ) and not name.endswith("metrics.jsonl"):
+                        out[name] = digest["sha256"]
+    if "train" in stages:
+        from resume import evidence as trained
+
+        out |= trained(run)
+    if "reference" in stages:
+        for line in (run / "reference" / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            out[f"reference's log of step {row['step']}"] = json.dumps([row.get(k) for k in STABLE])
+    if "report" in stages:
+        verdict = json.loads((run / "report" / "verdict.json").read_text())
+        out["verdict"] = hashlib.sha256(json.dumps(verdict, sort_keys=True).encode()).hexdigest()
+    return out
+
+
+# ---------------------------------------------------------------- disturbances
+
+
+@contextlib.contextmanager
+def clock_that_jumps(run: Path, seconds: float) -> Iterator[dict[str, str]]:
+    """Environment of a process whose clock goes two days back after `seconds`, through a sitecustomize of its own."""
+    folder = run.with_suffix(".clock")
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "import time\n_real, _begun = time.time, time.monotonic()\n"
+        f"time.time = lambda: _real() - (172800 if time.monotonic() - _begun > {seconds} else 0)\n"
+    )
+    yield {"PYTHONPATH": f"{folder}:{ROOT}"}
+    shutil.rmtree(folder)
+
+
+def namespace(run: Path, script: str) -> list[str]:
+    """A shell in a mount namespace of its own, with the run directory's place to be mounted over."""
+    return ["unshare", "--map-root-user", "--mount", "sh", "-ec", script]
+
+
+def namespaces_work() -> bool:
+    """Whether the kernel lets this user mount in a namespace of his own."""
+    try:
+        return (
+            subprocess.run(namespace(ROOT, "mount -t tmpfs none /mnt"), capture_output=True).returncode == 0
+        )
+    except FileNotFoundError:
+        return False
+
+
+def on_small_disk(run: Path, stage: str, free_kb: int) -> tuple[int, str]:
+    """The stage on a disk with `free_kb` left: the run directory is moved onto a tmpfs and back."""
+    used = sum(p.stat().st_blocks for p in run.rglob("*") if p.is_file() and not p.is_symlink()) // 2
+    parked, argv = run.with_suffix(".parked"), " ".join(command(run, stage))
+    os.rename(run, parked)
+    run.mkdir()
+    script = (
+        f"mount -t tmpfs -o size={used + free_kb}k,nr_inodes=0 none {run}; cp -a {parked}/. {run}; code=0; {argv} || code=$?; "
+        f"rm -rf {parked}/*; cp -a {run}/. {parked}; exit $code"
+    )
+    try:
+        return again(run, namespace(run, script))
+    finally:
+        run.rmdir()
+        os.rename(parked, run)
+
+
+def on_read_only(run: Path, stage: str) -> tuple[int, str]:
+    """The stage on a file system that is mounted read-only."""
+    script = f"mount --bind {run} {run}; mount -o remount,ro,bind {run}; {' '.join(command(run, stage))}"
+    return again(run, namespace(run, script))
+
+
+def change_one_byte(run: Path, pattern: str, rng: random.Random) -> Path:
+    """One byte of the largest file of a kind."""
+    path = max((p for p in run.glob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(path.read_bytes())
+    raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(raw))
+    return path
+
+
+# ---------------------------------------------------------------- trials
+
+
+def trial(
+    base: Path, where: Path, seed: int, plan: Plan, seconds: dict[str, float], control: dict[str, str]
+) -> dict[str, Any]:
+    """One trial; its record says what was done, what was found after it, and the outcome."""
+    run, rng = where / f"crash{plan.number}", random.Random(f"{seed}/{plan.number}/byte")
+    run.with_suffix(".txt").unlink(missing_ok=True)
+    pattern, asked = KINDS_OF_FILES.get(plan.target, ("", plan.target))
+    clone(base, run, pattern)
+    stages = cut(run, asked)
+    whole = plan.kind in ("kill flow", "kill server", "two flows")
+    argv = command(run, "reproduce" if whole else asked)
+    moment = plan.fraction * (seconds["reproduce"] if whole else seconds[asked])
+    said: dict[str, Any] = {}
+    if plan.kind == "byte changed":
+        said["file"] = str(change_one_byte(run, pattern, rng).relative_to(run))
+    elif plan.kind == "disk full":
+        said["exit"], text = on_small_disk(run, asked, int(64 + plan.fraction * 256))
+        said["named"] = "No space left" in text or "disk full" in text.lower()
+    elif plan.kind == "read-only":
+        said["exit"], text = on_read_only(run, asked)
+        said["named"] = "ead-only" in text
+    elif plan.kind == "two flows":
+        first, second = start(run, argv), start(run, argv)
+        said["exits"] = sorted((first.wait(900), second.wait(900)))
+        said["named"] = "is in use by" in run.with_suffix(".txt").read_text()
+    elif plan.kind == "clock jumps":
+        with clock_that_jumps(run, moment) as extra:
+            said["exit"] = start(run, argv, **extra).wait(900)
+    else:
+        said |= struck(run, argv, plan, moment)
+    said["half_made"] = sorted(
+        p.name
+        for p in (run / "stages").glob("*.begun.json")
+        if not (run / "stages" / p.name.replace(".begun", "")).exists()
+    )
+    code, text = again(run, argv)
+    found = {
+        "number": plan.number,
+        "kind": plan.kind,
+        "target": plan.target,
+        "moment": round(moment, 2),
+        **said,
+        "exit_after": code,
+    }
+    if plan.kind == "byte changed" and code == 2:
+        named = said["file"] in text or Path(said["file"]).parts[0] in text
+        message = next((line for line in text.splitlines() if line.startswith("repro: ")), text[-300:])
+        outcome = "named" if named and "Traceback" not in text else "FAILED: the message does not name it"
+        found |= {"outcome": outcome, "message": message.replace(str(run), "RUN")[:300]}
+    elif code not in (0, 1, 3) or "Traceback" in text:
+        found |= {"outcome": f"FAILED: exit {code}", "message": text[-600:].replace(str(run), "RUN")}
+    else:
+        # One stage was asked for again: only what it owns is there to compare.
+        mine = evidence(run, stages if whole else [asked])
+        wanted = control_of(control, stages if whole else [asked], base)
+        different = sorted(k for k in wanted.keys() | mine.keys() if wanted.get(k) != mine.get(k))
+        found |= {
+            "outcome": "equal" if not different else "FAILED: different",
+            "different": different[:6],
+            "compared": len(wanted),
+        }
+    if said.get("named") is False and said.get("exit") != 0:
+        found["outcome"] = "FAILED: the disturbance was not named"
+    if not found["outcome"].startswith("FAILED"):
+        shutil.rmtree(run)
+        run.with_suffix(".txt").unlink(missing_ok=True)
+    return found
+
+
+def control_of(control: dict[str, Any], stages: list[str], base: Path) -> dict[str, str]:
+    """The control's evidence of some stages, kept."""
+    key = ",".join(stages)
+    if key not in control:
+        control[key] = evidence(base, stages)
+    return control[key]
+
+
+def struck(run: Path, argv: list[str], plan: Plan, moment: float) -> dict[str, Any]:
+    """Start, wait until the moment, kill; what was killed and whether it still ran."""
+    process, begun = start(run, argv), time.monotonic()
+    victim = process.pid
+    while process.poll() is None and time.monotonic() - begun < moment:
+        time.sleep(0.01)
+    landed = process.poll() is None
+    if landed and plan.kind == "kill server":
+        victim = server_below(process.pid, process)
+        landed = bool(victim)
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+        process.wait(900)
+    elif landed:
+        kill(process, plan.whole_group)
+    return {
+        "exit": process.returncode,
+        "landed": landed,
+        "killed": "all" if plan.whole_group else "the command",
+    }
+
+
+def server_below(pid: int, process: subprocess.Popen, patience: float = 120.0) -> int:
+    """The process of the Prefect server that a flow has started; 0 when the flow ended first."""
+    deadline = time.monotonic() + patience
+    while process.poll() is None and time.monotonic() < deadline:
+        for child in descendants(pid):
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
+                if b"prefect" in line and (b"uvicorn" in line or b"server" in line):
+                    return child
+        time.sleep(0.05)
+    return 0
+
+
+def make_control(base: Path) -> dict[str, float]:
+    """The undisturbed run, stage by stage, each in a process as a trial starts it; seconds of each, warm where it can be."""
+    shutil.rmtree(base, ignore_errors=True)
+    seconds: dict[str, float] = {}
+    flags = [flag for field in RECIPE for flag in ("--set", field)]
+    for round_ in (1, 2):
+        for stage in STAGES if round_ == 1 else ("gate", "train", "convert", "parity", "evaluate"):
+            if round_ == 2:
+                shutil.rmtree(base.with_name("again"), ignore_errors=True)
+                clone(base, base.with_name("again"))
+                cut(base.with_name("again"), stage)
+            begun, run = time.monotonic(), base if round_ == 1 else base.with_name("again")
+            code, text = again(run, command(run, stage, *(flags if round_ == 1 else ())))
+            if code not in (0, 1, 3):
+                raise SystemExit(f"the control fails at {stage}: {text[-2000:]}")
+            seconds[stage] = round(time.monotonic() - begun, 2)
+    shutil.rmtree(base.with_name("again"))
+    seconds["reproduce"] = (
+        15.0 + seconds["convert"]
+    )  # the flow's own start, and into the first stage that it makes
+    return seconds
+
+
+def main() -> int:
+    """The control, the trials, the record; 1 if a trial failed."""
+    parser = argparse.ArgumentParser(description="Disturb every stage; compare with the run left alone.")
+    parser.add_argument("--work", default="runs/crash-campaign", help="where the runs go")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="these trials only")
+    parser.add_argument("--seed", type=int, default=20261)
+    parser.add_argument("--out", default="", help="stem of the record: OUT.json and OUT.md")
+    parser.add_argument("--list", action="store_true", help="print the trials")
+    args = parser.parse_args()
+    chosen = [p for p in plans(args.seed) if not args.only or p.number in args.only]
+    if args.list:
+        print("\n".join(f"{p.number:>2} {p.kind:<13} {p.target:<22} {p.fraction}" for p in chosen))
+        return 0
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    begun, where = time.monotonic(), Path(args.work).resolve()
+    base = where / "base"
+    seconds = make_control(base)
+    mounts, control, trials = namespaces_work(), {}, []
+    for plan in chosen:
+        if plan.kind in ("disk full", "read-only") and not mounts:
+            print(
+                f"trial {plan.number:>2} {plan.kind}: left out, the kernel gives no mount namespace",
+                flush=True,
+            )
+            continue
+        done = trial(base, where, args.seed, plan, seconds, control)
+        trials.append(done)
+        print(f"trial {plan.number:>2} {plan.kind:<13} {plan.target:<22} {done['outcome']}"
+              + (f": {done['message'].splitlines()[-1][:160]}" if done.get("message") else "")
+              + (f": {', '.join(done['different'])}" if done.get("different") else ""), flush=True)  # fmt: skip
+    record = {"seed": args.seed, "seconds": round(time.monotonic() - begun, 1), "cpus": os.cpu_count(),
+              "control": seconds, "asked": len(chosen), "trials": trials}  # fmt: skip
+    finish_record(record, page(record), args.out)
+    return int(any(t["outcome"].startswith("FAILED") for t in trials))
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record for a person."""
+    trials = record["trials"]
+    equal, named = (sum(t["outcome"] == o for t in trials) for o in ("equal", "named"))
+    out = [
+        "# Crash campaign", "",
+        f"`python tests/campaigns/crash.py`, part of `make resume-campaign` (seed {record['seed']}): {len(trials)} of {record['asked']} trials in "
+        f"{record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs: {equal} end bit-equal to the undisturbed run, in {named} the fault is named and "
+        f"nothing is made from it, {len(trials) - equal - named} fail.", "",
+        "A shrunk `tiny`; `moment` is seconds after the command's start. Killed: the command alone, or all that it had started. "
+        "Every file that the stages own is compared by digest; checkpoints by their state, logs by what does not tell the time.", "",
+        "| trial | disturbance | stage or artifact | moment | killed | landed | then | what was said |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for t in trials:
+        words = (t.get("message") or ", ".join(t.get("different", []))).replace("|", "\\|").split("\n")[0]
+        landed = {True: "yes", False: "no"}.get(t.get("landed"), "-")  # type: ignore[arg-type]
+        out.append(
+            f"| {t['number']} | {t['kind']} | {t['target']} | {t['moment']} | {t.get('killed', '-')} | {landed} | {t['outcome']} | {words} |"
+        )
+    return "\n".join([*out, "", "One trial again: `python tests/campaigns/crash.py --only NUMBER`.", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
