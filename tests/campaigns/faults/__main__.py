@@ -39,7 +39,6 @@ def main() -> int:
         parser.error(f"unknown fault {unknown[0]}; --list prints them")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: threads only wait for each other
     return campaign([BY_NAME[n] for n in args.only] or list(FAULTS), args)
 
 

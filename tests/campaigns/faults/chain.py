@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import shutil
 import time
+import unittest.mock
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -139,9 +140,13 @@ def trials(
     base: Path, names: Sequence[str], where: Path, *, jobs: int, cache: Path, keep: bool = False, extra: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The records of the named faults, as they come. What a mistake leaves behind in a process reaches no other trial's files."""
+    from pipelines.work import ALLOCATOR
+
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, initializer=settle, initargs=(cache,)) as pool:
-        asked = [pool.submit(_named, base, name, where, keep, extra) for name in names]
+        # Tensors are small: threads of one trial would only wait for each other. Workers read this when they start.
+        with unittest.mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **ALLOCATOR}):
+            asked = [pool.submit(_named, base, name, where, keep, extra) for name in names]
         yield from (done.result() for done in as_completed(asked))
 
 
