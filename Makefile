@@ -62,7 +62,7 @@ plan: $(VENV)/.ready ## compile the published recipes for TPU slices on this mac
 
 resume-campaign: $(VENV)/.ready ## kill training at random moments, then disturb every other stage; all must end bit-equal or named
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/resume.py --out docs/resume-campaign
-	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/crash.py --out docs/crash-campaign
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/campaigns/crash.py --fresh --out docs/crash-campaign
 
 faults: $(VENV)/.ready ## put each known mistake into our side, record who notices: docs/faults.md; ONLY="name ..."
 	@JAX_PLATFORMS=cpu PYTHONPATH=.:tests/campaigns $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY),--fresh --docs docs/faults)

@@ -72,7 +72,13 @@ def test_a_patch_is_undone(catalogue):
 
 
 def trial(**change):
-    base = {"checks": [], "alike": "", "surfaces": {"token_kl": "FAITHFUL"}, "verdict": "FAITHFUL"}
+    base = {
+        "checks": [],
+        "broke": "",
+        "alike": "",
+        "surfaces": {"token_kl": "FAITHFUL"},
+        "verdict": "FAITHFUL",
+    }
     return {**base, **change}
 
 
@@ -84,6 +90,7 @@ def test_classes_are_honest(catalogue):
     from faults import page
 
     assert page.classed(trial()) == page.NOT_CAUGHT
+    assert page.classed(trial(broke="gate: AttributeError", checks=[check("gate")])) == page.BROKEN
     assert page.classed(trial(checks=[check("surface")])) == page.NOT_CAUGHT  # heard, and still FAITHFUL
     assert page.classed(trial(checks=[check("surface")], verdict="NOT FAITHFUL")) == page.CAUGHT
     assert page.classed(trial(checks=[check("gate")], verdict="NOT FAITHFUL")) == page.STOPPED

@@ -75,10 +75,12 @@ def campaign(faults: list, args: argparse.Namespace) -> int:
     record = {"control": control, "trials": trials, "catalogue": len(FAULTS), "cpus": os.cpu_count(), "jobs": args.jobs,
               "seconds": round(time.monotonic() - begun, 1), "made": len(wanted),
               "versions": versions("jax", "torch", "transformers", "ai2-olmo-core", "lm-eval")}  # fmt: skip
-    bad = [t["name"] for t in trials if t["class"] == page.NOT_CAUGHT]
+    bad = [t["name"] for t in trials if t["class"] in (page.NOT_CAUGHT, page.BROKEN)]
     page.write(record, out, args.docs)
     if control["checks"] or bad:
-        print(f"NOT CAUGHT: {', '.join(bad)}" if bad else "the control is not clean", file=sys.stderr)
+        print(
+            f"not caught, or broken: {', '.join(bad)}" if bad else "the control is not clean", file=sys.stderr
+        )
     return int(bool(control["checks"] or bad))
 
 

@@ -84,7 +84,7 @@ MODEL = (
     Fault("qk_norm_per_head", "model", ("A3",), "q and k are normalised head by head", "gate",
           patch=("model.olmo3:attention_branch", training.per_head_norm)),
     Fault("pre_norm", "model", ("A4",), "the norm stands before each branch, not behind it", "gate",
-          patch=("model.olmo3:Layer", training.pre_norm)),
+          patch=("model.olmo3:layer", training.pre_norm)),
     Fault("double_norm", "model", ("A4",), "the attention input is normalised as well as its output", "gate",
           patch=("model.olmo3:attention_branch", training.input_normed)),
     Fault("norm_eps", "model", ("A5",), "epsilon 1e-5 (the class default of the export), not 1e-6", "gate",

@@ -100,6 +100,7 @@ def trial(
 ) -> dict[str, Any]:
     """One fault in a run directory of its own; returns its record. `extra`: overrides beside the fault's own."""
     from infra.artifacts import read_json, write_json_atomic
+    from infra.errors import ReproError
     from pipelines.recipe import _apply, validate
     from pipelines.stages import run_stage
 
@@ -115,13 +116,17 @@ def trial(
     recipe = validate(tree)
     write_json_atomic(run / "recipe.json", recipe.model_dump(mode="json"))
     checks: list[Check] = []
+    broke = ""
     with quiet(run), trained_here(INTERRUPT_AT if fault.interrupted else 0), token_audit_heard(checks):
         for stage in stages:
             try:
                 with applied(fault, stage):
                     run_stage(stage, recipe, run)
-            except Exception as error:
-                checks.append(Check(stage, f"{stage} refuses", None, f"{type(error).__name__}: {error}"))
+            except ReproError as error:
+                checks.append(Check(stage, f"{stage} refuses", None, error.what))
+                break
+            except Exception as error:  # no check of ours: the injection is at fault, or the product crashes
+                broke = f"{stage}: {type(error).__name__}: {error}"
                 break
         if fault.unit_test:
             checks += unit_test(fault)
@@ -132,7 +137,7 @@ def trial(
     return {
         "name": fault.name, "section": fault.section, "traps": list(fault.traps), "words": fault.words, "alike": fault.alike,
         "sets": list(fault.sets), "patch": fault.patch[0] if fault.patch else "",
-        "seconds": round(time.monotonic() - begun, 1), **found,
+        "seconds": round(time.monotonic() - begun, 1), "broke": broke, **found,
     }  # fmt: skip
 
 

@@ -21,9 +21,9 @@ class Check:
     message: str
 
 
-def rank(check: Check) -> tuple[int, int]:
-    """Sort key: the place in the chain, then the step."""
-    return ORDER.index(check.where), check.step or 0
+def rank(check: Check) -> tuple[int, float]:
+    """Sort key: the place in the chain, then the step; a check that names none comes last in its place."""
+    return ORDER.index(check.where), np.inf if check.step is None else check.step
 
 
 def hear(run: Path, facts: dict[str, Any], verdict: Any) -> list[Check]:

@@ -23,19 +23,15 @@ def per_head_norm(real):
 
 
 def pre_norm(real):
-    import flax.linen as nn
+    def layer(x, weights, docs, *, cfg, numerics, kind, mesh=None):
+        from model.olmo3 import attention_branch, mlp, rms_norm
 
-    from model.olmo3 import attention_branch, mlp, rms_norm
+        p = {k: v.astype(x.dtype) for k, v in weights.items()}
+        y = rms_norm(x, p["attention_norm"], cfg.norm_eps)
+        x = x + attention_branch(y, p, cfg, kind, docs, numerics.attention, mesh)
+        return x + mlp(rms_norm(x, p["feed_forward_norm"], cfg.norm_eps), p)
 
-    class PreNormLayer(real):
-        @nn.compact
-        def __call__(self, x, docs):
-            p, eps = self.parameters(), self.cfg.norm_eps
-            y = rms_norm(x, p["attention_norm"], eps)
-            x = x + attention_branch(y, p, self.cfg, self.kind, docs)
-            return x + mlp(rms_norm(x, p["feed_forward_norm"], eps), p)
-
-    return PreNormLayer
+    return layer
 
 
 def input_normed(real):

@@ -8,6 +8,7 @@ STOPPED = "stopped before training"
 CAUGHT = "caught, verdict right"
 BITS_ONLY = "bit-level only"
 NOT_CAUGHT = "NOT CAUGHT"
+BROKEN = "BROKEN"  # an exception that is no check of ours: nothing is shown by such a trial
 BIT_LEVEL = ("receipts", "test")  # places of checks that compare bits
 
 Record = dict[str, Any]
@@ -17,6 +18,8 @@ def classed(trial: Record) -> str:
     """What became of a fault. A verdict of FAITHFUL is right only where the outcome is the same."""
     checks = trial["checks"]
     same = all(v == "FAITHFUL" for v in trial["surfaces"].values()) and trial["surfaces"]
+    if trial["broke"]:
+        return BROKEN
     if not checks:
         return NOT_CAUGHT
     if trial["alike"] and same and all(c["where"] in (*BIT_LEVEL, "alarm") for c in checks):
@@ -39,7 +42,7 @@ def line(number: int, total: int, trial: Record) -> str:
     more = max(0, len(trial["checks"]) - 1)
     return (
         f"{number:>2}/{total} {trial['name']:<28} {trial['seconds']:>6.1f}s  {trial['verdict']:<13} "
-        f"{first(trial)}" + (f" (+{more})" if more else "")
+        f"{trial.get('broke') or first(trial)}" + (f" (+{more})" if more else "")
     )
 
 
@@ -75,7 +78,9 @@ def sections(record: Record) -> dict[str, list[Record]]:
 def summary(record: Record) -> list[str]:
     """What the campaign says, in a few sentences."""
     trials, control = record["trials"], record["control"]
-    count = {c: sum(t["class"] == c for t in trials) for c in (STOPPED, CAUGHT, BITS_ONLY, NOT_CAUGHT)}
+    count = {
+        c: sum(t["class"] == c for t in trials) for c in (STOPPED, CAUGHT, BITS_ONLY, NOT_CAUGHT, BROKEN)
+    }
     clean = "nothing fired" if not control["checks"] else f"FIRED: {first(control)}"
     return [
         f"{len(trials)} of the {record['catalogue']} faults of the catalogue ({record['made']} of them and the control in "
@@ -125,7 +130,7 @@ def page(record: Record) -> str:
         f"<!doctype html><meta charset=utf-8><title>Fault campaign</title><style>{STYLE}</style><h1>Fault campaign</h1>"
     ]
     rows += [f"<p>{text(s)}</p>" for s in summary(record)]
-    marks = {NOT_CAUGHT: "bad", BITS_ONLY: "bits"}
+    marks = {NOT_CAUGHT: "bad", BROKEN: "bad", BITS_ONLY: "bits"}
     for name, trials in sections(record).items():
         rows.append(
             f"<h2>{text(name.capitalize())}</h2><table><tr>"
