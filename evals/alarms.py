@@ -180,17 +180,22 @@ def logged_loss(facts: Facts) -> tuple[str, str]:
     """Weights that do not give the loss which the log of their run says.
 
     Facts: `logged_loss` {failures, limit, rows: [{side, step, logged, measured}]}, `landmarks`, `logged_steps` (the last
-    step that our run logged). Behind the last step nothing is logged, so a landmark there is not asked.
+    step that our run logged), `reference_published`. Behind the last step nothing is logged, so a landmark there is not
+    asked. A published reference must be measured too: only its own loss shows that it saw the same batches.
     """
     found, last = facts["logged_loss"], int(facts["logged_steps"])
     if not found:
         raise KeyError("logged_loss")
     if found["failures"]:
         return FIRED, str(found["failures"][0])
-    seen = {r["step"] for r in found["rows"] if r["side"] == "reproduced"}
-    missing = [str(s) for s in facts["landmarks"] if s < last and s not in seen]
-    if missing:
-        return UNKNOWN, f"no loss of the next batch was measured at steps {', '.join(missing)}"
+    seen = {(r["side"], r["step"]) for r in found["rows"]}
+    for side in ("reproduced", "reference") if facts.get("reference_published") else ("reproduced",):
+        missing = [str(s) for s in facts["landmarks"] if s < last and (side, s) not in seen]
+        if missing:
+            return (
+                UNKNOWN,
+                f"the {side} loss of the next batch was not measured at steps {', '.join(missing)}",
+            )
     worst = max((abs(r["measured"] - r["logged"]) for r in found["rows"]), default=0.0)
     return CLEAR, (
         f"{len(found['rows'])} sets of weights give the logged CE of the next step within {worst:.2g} nat "

@@ -26,7 +26,8 @@ FAST_TASKS = (
 class ReferenceConfig(Section):
     """What the reference trained, stated apart from what we train.
 
-    `olmo_core_local` runs OLMo-core's own trainer on CPU on the same token files. The fields repeat the
+    `olmo_core_local` runs OLMo-core's own trainer on CPU on the same token files; `published` brings checkpoints that were
+    made elsewhere, and `curve_csv` its log. The fields repeat the
     recipe's on purpose: an override of `model.rope_theta` changes our side only, and the report lists it.
     """
 
@@ -38,7 +39,13 @@ class ReferenceConfig(Section):
     history: HistoryConfig
     threads: int = Field(2, ge=1)
     micro_batch_instances: int = Field(2, ge=1)
-    published: str = Field("", description="hub name and revision pattern of published checkpoints")
+    published: str = Field(
+        "",
+        description="published: where its checkpoints are, with {step}: a directory, gs://, or NAME@REVISION",
+    )
+    published_init: str = Field(
+        "", description="published: the same for step 0, in fp32 with all rows; empty: as `published`"
+    )
     curve_csv: str = Field(
         "", description="W&B CSV export of the reference's curve, relative to the run directory"
     )

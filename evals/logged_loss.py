@@ -1,6 +1,7 @@
 """The weights of a landmark against the log: on the batch of the next step they must give the CE that was logged there.
 
-    found = measure({"reproduced": Side(RUN/hf, model, loss, RUN/train/metrics.jsonl)}, source, steps, numerics, limit)
+    ours = Side(RUN/hf, model, loss, of_log(RUN/train/metrics.jsonl))
+    found = measure({"reproduced": ours}, source, steps, numerics, limit)
 
 Step k+1 computes its loss before it changes a weight, so that number belongs to the weights of step k and to batch k+1 alone.
 A checkpoint that holds the weights of another moment, an export under a wrong name, a log of another run, another order of
@@ -14,18 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import StepSource
+from evals.logged_curve import Curve
 from evals.parity import read_metrics
 from model.config import LossConfig, ModelConfig, NumericsConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """HF exports `exports`/step<k> of one side, the model and loss they were trained with, and the log of that run."""
+    """HF exports `exports`/step<k> of one side, the model and loss they were trained with, and the CE that was logged."""
 
     exports: Path
     model: ModelConfig
     loss: LossConfig
-    log: Path
+    logged: Mapping[int, float]  # step -> nat
+
+
+def of_log(path: Path) -> dict[int, float]:
+    """{step: CE} of a metrics file."""
+    return {r["step"]: r["ce"] for r in read_metrics(path) if r["ce"] is not None}
+
+
+def of_curve(curve: Curve) -> dict[int, float]:
+    """{step: CE} of a published curve, which may hold only some steps."""
+    return dict(zip(curve.steps.tolist(), curve.values["ce"].tolist()))
 
 
 def measure(
@@ -44,12 +56,11 @@ def measure(
 
     out, failures = [], []
     for side, at in sides.items():
-        logged = {r["step"]: r["ce"] for r in read_metrics(at.log)}
         program = ce_program(at.model, numerics, at.loss)
-        for step in (s for s in steps if logged.get(s + 1) is not None):
+        for step in (s for s in steps if s + 1 in at.logged):
             params = import_hf(at.exports / f"step{step}", at.model)
             measured = batch_loss(program, params, source[step], at.loss, rows)
-            due = float(logged[step + 1])
+            due = float(at.logged[step + 1])
             out.append({"side": side, "step": step, "logged": due, "measured": measured})
             if not abs(measured - due) <= limit:
                 failures.append(

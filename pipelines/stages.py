@@ -58,9 +58,9 @@ STAGES = (
         ("data.index", "data.masks", "data.order", "data.receipt"), ("numpy",),
     ),
     Stage(
-        "init", "step-0 weights from the reference implementation", work.init, ("init",),
+        "init", "step-0 weights of the reference", work.init, ("init",),
         ("reference",), (),
-        ("evals.reference.init_weights",), ("torch", "ai2-olmo-core", "transformers"),
+        ("evals.reference.init_weights", "evals.reference.published"), ("torch", "ai2-olmo-core", "transformers"),
     ),
     Stage(
         "gate", "logit parity of the step-0 weights, before any training", work.gate, ("parity/step0.json",),
@@ -68,9 +68,9 @@ STAGES = (
         ("evals.parity", "evals.localise"), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
-        "reference", "the reference run, by OLMo-core's own trainer", work.reference, ("reference",),
+        "reference", "the reference run, by OLMo-core's own trainer, or its published landmarks", work.reference, ("reference",),
         ("reference", "train", "data", "tokenizer"), ("order", "init"),
-        ("evals.reference.runner", "evals.reference.trainer"), ("torch", "ai2-olmo-core", "numpy"),
+        ("evals.reference.runner", "evals.reference.trainer", "evals.reference.published"), ("torch", "ai2-olmo-core", "numpy"),
     ),
     Stage(
         "train", "our run, launched through XManager", work.train, ("checkpoints", "train"),

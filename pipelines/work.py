@@ -7,7 +7,7 @@ happens in this process; `train` launches `python -m model.train` through XManag
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import read_json, write_json_atomic
+from infra.artifacts import read_json, write_bytes_atomic, write_json_atomic
 from infra.errors import LaunchError, ParityError, RecipeError
 from infra.progress import Progress
 
@@ -27,6 +27,7 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
 SIDES = ("train", "heldout")
+CURVE = "reference/curve.csv"
 
 
 def tokenize(recipe: "Recipe", run: Path) -> None:
@@ -99,10 +100,13 @@ def order(recipe: "Recipe", run: Path) -> None:
 
 
 def init(recipe: "Recipe", run: Path) -> None:
-    """init/hf/: step-0 weights drawn by the reference implementation."""
+    """init/hf/: step-0 weights drawn by the reference implementation, or those of a published reference."""
     from evals.reference.init_weights import write_init
 
-    _local_reference(recipe)
+    if recipe.reference.kind == "published":
+        where = recipe.reference.published_init or recipe.reference.published
+        bring_step(recipe, where, 0, run / "init" / "hf", to_start=True)
+        return
     write_init(recipe.reference.model, run / "init" / "hf", context_length=recipe.data.sequence_length)
 
 
@@ -123,11 +127,19 @@ def gate(recipe: "Recipe", run: Path) -> None:
 
 
 def reference(recipe: "Recipe", run: Path) -> None:
-    """reference/: OLMo-core's own trainer on the same token files."""
+    """reference/: OLMo-core's own trainer on the same token files, or the landmarks of a published reference."""
     from evals.reference.runner import run_reference
     from evals.reference.spec import ReferenceSpec
 
-    _local_reference(recipe)
+    if recipe.reference.kind == "published":
+        for step in recipe.train.landmark_steps:
+            place = run / "reference" / "hf" / f"step{step}"
+            bring_step(recipe, recipe.reference.published, step, place)
+        if (
+            recipe.reference.curve_csv
+        ):  # its content belongs to the run from here on; an absolute path stays one
+            write_bytes_atomic(run / CURVE, (run / recipe.reference.curve_csv).read_bytes())
+        return
     index = train_index(recipe, run, verify="full")
     spec = ReferenceSpec.from_sections(
         reference=recipe.reference,
@@ -192,7 +204,7 @@ def convert(recipe: "Recipe", run: Path) -> None:
 
 def parity(recipe: "Recipe", run: Path) -> None:
     """parity/step<k>.json: exports against our checkpoints; training.json: step by step; logged.json: weights against logs."""
-    from evals.logged_loss import Side, measure
+    from evals.logged_loss import Side, measure, of_log
     from evals.parity import logit_parity, training_parity
     from model.checkpoint import read_meta, restore_params
 
@@ -204,20 +216,22 @@ def parity(recipe: "Recipe", run: Path) -> None:
         out = run / "parity" / f"step{step}.json"
         result = logit_parity(run / "hf" / f"step{step}", params, model, prompts, recipe.parity, out=out)
         progress.update(done + 1, f"max |dlogit| {result['max']:.1e}")
-    logs = run / "reference" / "metrics.jsonl", run / "train" / "metrics.jsonl"
-    training_parity(
-        *logs,
-        recipe.parity,
-        steps,
-        windows={s: read_meta(run / "checkpoints", s).get("skip_window") for s in steps},
-        window_size=recipe.reference.optimizer.skip_step.window + 1,
-        cold=recipe.reference.history.cold_window_at,
-        out=run / "parity" / "training.json",
-    )
+    ours = run / "train" / "metrics.jsonl"
+    if recipe.reference.kind == "olmo_core_local":
+        training_parity(
+            run / "reference" / "metrics.jsonl",
+            ours,
+            recipe.parity,
+            steps,
+            windows={s: read_meta(run / "checkpoints", s).get("skip_window") for s in steps},
+            window_size=recipe.reference.optimizer.skip_step.window + 1,
+            cold=recipe.reference.history.cold_window_at,
+            out=run / "parity" / "training.json",
+        )
     theirs = recipe.reference
     sides = {
-        "reference": Side(run / "reference" / "hf", theirs.model, theirs.loss, logs[0]),
-        "reproduced": Side(run / "hf", recipe.model, recipe.loss, logs[1]),
+        "reference": Side(run / "reference" / "hf", theirs.model, theirs.loss, reference_log(recipe, run)),
+        "reproduced": Side(run / "hf", recipe.model, recipe.loss, of_log(ours)),
     }
     limit = recipe.parity.ce_limit(recipe.numerics.mode)
     rows = recipe.train.micro_batch_instances
@@ -280,10 +294,27 @@ def train_steps(recipe: "Recipe", run: Path) -> "StepSource":
     return StepSource(index, open_order(run / "order"), data.global_batch_instances)
 
 
-def _local_reference(recipe: "Recipe") -> None:
-    if recipe.reference.kind != "olmo_core_local":
-        raise RecipeError(
-            f"the reference of recipe {recipe.name} is published ({recipe.reference.published or 'not named'}), "
-            "and this stage trains one here",
-            "set reference.kind=olmo_core_local, or convert the published checkpoints with `repro convert`",
-        )
+def bring_step(recipe: "Recipe", pattern: str, step: int, out: Path, *, to_start: bool = False) -> None:
+    """One checkpoint of a published reference as an HF directory."""
+    from evals.reference.published import bring
+
+    if (out / "config.json").is_file():
+        return  # it came whole before an interruption
+    tokens = recipe.tokenizer
+    bring(
+        pattern, step, out, recipe.reference.model, context_length=recipe.data.sequence_length,
+        eos_id=tokens.eos_id, pad_id=tokens.pad_id, to_start=to_start,
+    )  # fmt: skip
+
+
+def reference_log(recipe: "Recipe", run: Path) -> dict[int, float]:
+    """{step: CE in nat} as the reference logged it: of our own run of it, or of its published curve (perhaps nothing)."""
+    from evals.logged_curve import read_wandb
+    from evals.logged_loss import of_curve, of_log
+
+    if recipe.reference.kind == "olmo_core_local":
+        return of_log(run / "reference" / "metrics.jsonl")
+    if not recipe.reference.curve_csv:
+        return {}
+    named, tokens = recipe.reference.curve_run, recipe.data.global_batch_tokens
+    return of_curve(read_wandb(run / CURVE, run_name=named, tokens_per_step=tokens))

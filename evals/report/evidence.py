@@ -364,7 +364,12 @@ def not_proven(facts: Facts) -> Section:
         items += TINY_NOT_PROVEN
     else:
         items.append(
-            "The reference was not trained here: its batches are known from its published order, not from a receipt of its own."
+            "The reference was not trained here: that it saw the same batches rests on the losses it logged, not on a receipt."
+        )
+    if facts["rounded_reference"]:
+        items.append(
+            "The reference's weights were published rounded to bf16 or without its padding rows, which were filled with "
+            "zeros: part of every difference is theirs."
         )
     if not any("two_by_two" in r for r in facts["results"].values()):
         items.append(

@@ -50,7 +50,7 @@ def gather(run: Path) -> Facts:
     gates = gate_states(run, recipe, landmarks)
     localise = localise_facts(run, gates)
     outside = published_curve(run, recipe, curves, missing)
-    receipts = receipt_states(run, landmarks)
+    receipts = receipt_states(run, landmarks, recipe["reference"]["kind"] == "published")
     training = training_state(run, recipe, curves)
     manifests = {
         s: found for s in SPLITS if (found := optional(run / "tokens" / s / "manifest.json", missing))
@@ -75,6 +75,7 @@ def gather(run: Path) -> Facts:
         "outside_curve": outside,
         "plan": plan_facts(run),
         "unchecked_exports": unchecked_exports(run, landmarks),
+        "rounded_reference": rounded_reference(run, landmarks),
         "training": training,
         "entered": read_json(entered) if (entered := run / "train" / "entered.json").exists() else None,
         "receipts": receipts,
@@ -228,6 +229,13 @@ def unchecked_exports(run: Path, landmarks: tuple[int, ...]) -> list[int]:
     return out
 
 
+def rounded_reference(run: Path, landmarks: tuple[int, ...]) -> list[int]:
+    """Landmarks whose reference weights were published rounded or cut, by their lineage."""
+    places = ((s, run / "reference" / "hf" / f"step{s}" / "conversion.json") for s in landmarks)
+    found = [(s, (optional(p, []) or {}).get("published", {})) for s, p in places if p.exists()]
+    return [s for s, f in found if f.get("rounded") or f.get("filled_rows")]
+
+
 def published_curve(
     run: Path, recipe: dict[str, Any], curves: dict[str, list[dict[str, Any]]], missing: list[str]
 ) -> dict[str, Any] | None:
@@ -237,7 +245,8 @@ def published_curve(
         return None
     d = recipe["data"]
     width = recipe["reference"].get("curve_smoothing") or max(5, int(recipe["train"]["steps"]) // 100)
-    path = Path(name) if Path(name).is_absolute() else run / name
+    kept = run / "reference" / "curve.csv"  # the copy that the stages read
+    path = kept if kept.exists() else run / name
     try:
         reference = read_wandb(
             path, run_name=recipe["reference"].get("curve_run", ""),
@@ -309,8 +318,12 @@ def training_state(
     return {**out, "state": "passed" if good else "failed"}
 
 
-def receipt_states(run: Path, landmarks: tuple[int, ...]) -> dict[str, Any]:
-    """Receipts of both sides at every landmark, and of the recomputation where order/receipts.json has one."""
+def receipt_states(run: Path, landmarks: tuple[int, ...], published: bool = False) -> dict[str, Any]:
+    """Receipts of both sides at every landmark, and of the recomputation where order/receipts.json has one.
+
+    A `published` reference has left none: ours is compared with the recomputation, and that the reference saw the same
+    batches rests on its logged loss (`evals.logged_loss`).
+    """
     reference = optional(run / "reference" / "receipts.json", []) or {}
     expected = optional(run / "order" / "receipts.json", []) or {}
     ours = {str(r["step"]): r.get("receipt") for r in read_metrics(run / "train" / "metrics.jsonl")}
@@ -325,7 +338,7 @@ def receipt_states(run: Path, landmarks: tuple[int, ...]) -> dict[str, Any]:
         state = "missing"
         if len(known) > 1:
             state = "broken"
-        elif seen["reference"] and seen["reproduced"]:
+        elif seen["reproduced"] and (seen["reference"] or (published and seen["expected"])):
             state = "equal"
         out[step] = {
             "state": state,
@@ -417,14 +430,15 @@ def alarm_facts(
         "spot_check": optional(run / "evals" / f"step{landmarks[-1]}" / "spot_check.json", []),
         "logged_loss": optional(run / "parity" / "logged.json", []),
         "logged_steps": len(curves["reproduced"]),
+        "reference_published": recipe["reference"]["kind"] == "published",
         "changed_files": changed_files(run),
     }
     if "heldout_loss" in last:
         facts["heldout_difference"] = last["heldout_loss"]["difference"]
     if set(manifests) == set(SPLITS):
-        facts["token_manifests"] = {s: m["audit"] for s, m in manifests.items()}
+        facts["token_manifests"] = {s: m["audit"] for s, m in manifests.items() if "audit" in m}
     corpus = optional(run / "corpus" / "corpus.json", [])
-    if corpus:
+    if corpus and "domains" in corpus:  # published token files have no documents to compare
         for split in SPLITS:
             facts[f"{split}_documents"] = list(document_digests(run, split, corpus))
     return facts

@@ -209,6 +209,53 @@ def test_a_fault_of_each_section_is_caught(trials, name):
     assert trials[name]["verdict"] == verdict, trials[name]["reasons"]
 
 
+def mix_of(run: Path, side: str, out: Path) -> Path:
+    """A `label,path` manifest of a run's token files, as AI2 publishes its mixes."""
+    shards = json.loads((run / "tokens" / side / "manifest.json").read_text())["shards"]
+    out.write_text("".join(f"{s['label']},{side}/{s['path']}\n" for s in shards))
+    return out
+
+
+def curve_of(run: Path, out: Path) -> Path:
+    """The reference's log as a CSV export of W&B."""
+    rows = map(json.loads, (run / "reference" / "metrics.jsonl").read_text().splitlines())
+    lines = [f'"{r["step"]}","{r["ce"]!r}"' for r in rows]
+    out.write_text('"Step","olmo - train/CE loss"\n' + "\n".join(lines) + "\n")
+    return out
+
+
+def test_a_published_reference_is_brought_and_judged(whole, tmp_path):
+    """Published tokens, checkpoints and curve stand in for a reference trained here: all is equal but what cannot be known."""
+    run = tmp_path / "run"
+    places = {
+        "corpus.kind": "tokens",
+        "corpus.manifest": mix_of(whole, "train", tmp_path / "train.txt"),
+        "corpus.heldout_manifest": mix_of(whole, "heldout", tmp_path / "heldout.txt"),
+        "corpus.base_dir": whole / "tokens",
+        "reference.kind": "published",
+        "reference.published": whole / "reference" / "checkpoints" / "step{step}",
+        "reference.curve_csv": curve_of(whole, tmp_path / "curve.csv"),
+        "train.landmarks": "[6,12]",
+    }
+    flags = [flag for k, v in places.items() for flag in ("--set", f"{k}={v}")]
+    done = repro("reproduce", "tiny", "--no-server", "--run-dir", str(run), *FLAGS, *flags)
+    verdict = json.loads((run / "report" / "verdict.json").read_text())
+    assert done.returncode == 3, done.stderr[
+        -3000:
+    ]  # nobody can say these of token files without their documents
+    unknown = ("EOS count", "token id out of range", "documents overlap")
+    assert len(verdict["reasons"]) == 3, verdict["reasons"]
+    assert all(sum(word in r for r in verdict["reasons"]) == 1 for word in unknown), verdict["reasons"]
+    assert set(verdict["surfaces"].values()) == {"FAITHFUL"}
+    logged = json.loads((run / "parity" / "logged.json").read_text())
+    assert {(r["side"], r["step"]) for r in logged["rows"]} == {("reference", 6), ("reproduced", 6)}
+    brought = run / "reference" / "hf" / "step12" / "model.safetensors"
+    assert (
+        brought.read_bytes()[-1000:] == (whole / "reference/hf/step12/model.safetensors").read_bytes()[-1000:]
+    )
+    assert final_state(run)[1] == final_state(whole)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from evals.logged_loss import Side, measure
+from evals.logged_loss import Side, measure, of_log
 from model.config import LossConfig, NumericsConfig
 
 LENGTH, ROWS, STEPS, LIMIT = 64, 4, 4, 2e-5
@@ -43,7 +43,7 @@ def run(tmp_path_factory, hf_dir, hf_model):
 
 
 def found(run, model_cfg, log=None, rows=0):
-    side = Side(run, model_cfg, LossConfig(reference_ranks=1), log or run / "metrics.jsonl")
+    side = Side(run, model_cfg, LossConfig(reference_ranks=1), of_log(log or run / "metrics.jsonl"))
     source = {s: batch(s) for s in range(STEPS)}
     return measure({"reproduced": side}, source, (1, 2, STEPS), NumericsConfig(), LIMIT, rows)
 
