@@ -169,9 +169,9 @@ def judged(run: Path, checks: list[Check], base: Path | None) -> dict[str, Any]:
     verdict = judge(plain(verdict_inputs(facts)))
     checks = sorted([*checks, *hear(run, facts, verdict)], key=rank)
     return {
-        "checks": [dataclasses.asdict(c) for c in checks],
+        "checks": [{**dataclasses.asdict(c), "message": c.message.replace(str(run), "RUN")} for c in checks],
         "verdict": verdict.overall,
-        "reasons": verdict.reasons,
+        "reasons": [r.replace(str(run), "RUN") for r in verdict.reasons],
         "surfaces": verdict.surfaces,
         "effect": effect(run, facts, base),
     }

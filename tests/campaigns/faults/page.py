@@ -81,11 +81,14 @@ def summary(record: Record) -> list[str]:
     count = {
         c: sum(t["class"] == c for t in trials) for c in (STOPPED, CAUGHT, BITS_ONLY, NOT_CAUGHT, BROKEN)
     }
+    alike = sum(bool(t["surfaces"]) and set(t["surfaces"].values()) == {"FAITHFUL"} for t in trials)
     clean = "nothing fired" if not control["checks"] else f"FIRED: {first(control)}"
     return [
         f"{len(trials)} of the {record['catalogue']} faults of the catalogue ({record['made']} of them and the control in "
         f"{record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs, {record['jobs']} at a time): "
         + ", ".join(f"{n} {c}" for c, n in count.items() if n) + ".",
+        f"With {alike} of them all four surfaces alone would have said FAITHFUL: training this short, or a mistake this small, does "
+        "not move them beyond their bounds. They were caught by the gates, the comparison step by step, receipts and alarms.",
         f"The control: verdict {control['verdict']}, {clean}. It trains {control['steps']} steps in which the reference skips "
         f"{len(control['skipped_steps'])} and masks {control['masked_instances']} instances, with YaRN, a hand-over between two "
         f"schedules and one interruption of our run; largest |dCE| {number(control['effect']['ce'])} nat, held-out "
