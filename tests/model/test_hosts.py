@@ -205,6 +205,25 @@ def test_their_checkpoint_is_one_that_one_process_goes_on_from(runs, tmp_path):
         ([[1], [0]], {1: 0, 0: 1}),  # rows follow the mesh, not the numbers of the processes
     ],
 )
+@pytest.mark.slow_proof
+def test_two_processes_enter_a_stage_as_one_does(runs, write_run_at, tmp_path):
+    """Weights, moments and count of the stage before, on two hosts and on one: the same losses from the first step on."""
+    entered = []
+    for name, begin in (("one", lambda run: [start(run, 4)]), ("two", start_two)):
+        run = write_run_at(
+            tmp_path / name, model=SMALL, steps=4, batch=BATCH, sequence=SEQUENCE, instances=500, loss={"reference_ranks": 4},
+            train={"landmarks": [4], "enter_from": {"run": str(runs[1]), "step": STEPS}},
+        )  # fmt: skip
+        said = ends(begin(run))
+        assert [code for code, _, _ in said] == [0] * len(said), [err[-3000:] for _, _, err in said]
+        assert (run / "train" / "entered.json").exists()
+        entered.append([(m["ce"], m["grad_norm"], m["receipt"]) for m in log_of(run)])
+    one, two = entered
+    assert [r for *_, r in one] == [r for *_, r in two]
+    np.testing.assert_allclose([x[:2] for x in one], [x[:2] for x in two], rtol=1e-5)
+    assert one[0][0] < log_of(runs[0])[0]["ce"]  # it did not start afresh
+
+
 def test_who_reads_which_rows(owners, groups):
     assert hosts.row_groups(np.array(owners)) == groups
 
