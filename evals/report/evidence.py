@@ -203,10 +203,9 @@ def data(facts: Facts) -> Section:
     blocks: list[Any] = []
     rows = []
     for split, m in facts["tokens"].items():
-        for name, d in m["domains"].items():
-            rows.append(
-                [split, name, str(d["documents"]), str(d["tokens"]), str(d["eos"]), str(d.get("masked", 0))]
-            )
+        for name, d in token_domains(m).items():
+            counts = (d.get(k) for k in ("documents", "tokens", "eos", "masked"))
+            rows.append([split, name, *("-" if n is None else str(n) for n in counts)])
     if rows:
         blocks.append(
             Table(
@@ -216,7 +215,7 @@ def data(facts: Facts) -> Section:
                 numeric=range(2, 6),
             )
         )
-    if facts["corpus"]:
+    if facts["corpus"] and "rejected" in facts["corpus"]:
         names = facts["corpus"]["rejected"]
         told = ", ".join(f"{n} {reason}" for reason, n in names.items())
         blocks.append(
@@ -233,6 +232,17 @@ def data(facts: Facts) -> Section:
         if named:
             blocks.append(Folded(f"The {len(named)} documents that were named", [Bullets(named[:100])]))
     return Section("data", "Documents and tokens", blocks)
+
+
+def token_domains(manifest: Facts) -> dict[str, dict[str, int]]:
+    """Counts by domain as the tokenize job took them; of published token files only their tokens are known."""
+    if "domains" in manifest:
+        return dict(manifest["domains"])
+    out: dict[str, dict[str, int]] = {}
+    for shard in manifest["shards"]:
+        domain = out.setdefault(shard["label"], {"tokens": 0})
+        domain["tokens"] += shard["tokens"]
+    return out
 
 
 def outside_curve(facts: Facts) -> Section:
@@ -308,7 +318,7 @@ def lineage_graph(facts: Facts, verdict: Verdict) -> str:
     """Documents to verdict: one box per stage with its digest, dashed where a stage has no record."""
     made = {s["stage"]: s for s in facts["stages"]}
     splits = facts["tokens"].values()
-    documents = sum(d["documents"] for m in splits for d in m["domains"].values())
+    documents = sum(d.get("documents", 0) for m in splits for d in token_domains(m).values())
     core = facts["versions"].get("ai2-olmo-core", "")
     gates = [STATE_CLASS.get(g["state"], "open") for g in facts["gates"]]
     worst = next((c for c in ("bad", "open") if c in gates[1:]), "good")

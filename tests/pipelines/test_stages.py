@@ -130,11 +130,18 @@ def test_fresh_starts_over(run, calls):
     assert read_recipe(run).train.steps == 40
 
 
-def test_published_recipes_do_not_pretend_to_run_here(tmp_path):
-    recipe = load_recipe("olmo3_7b_stage1")
-    open_run(recipe, tmp_path / "run")
-    with pytest.raises(RecipeError, match="is published"):
-        run_stage("init", recipe, tmp_path / "run")
+def test_a_published_reference_that_is_not_named_or_not_there_is_an_error(tmp_path):
+    for number, (where, error, word) in enumerate(
+        (
+            ("", RecipeError, "must name the checkpoints"),
+            ("/nowhere/step{step}", IdentityError, "/nowhere/step0"),
+        )
+    ):
+        recipe = load_recipe("olmo3_7b_stage1", [f"reference.published={where}"])
+        open_run(recipe, tmp_path / f"run{number}")
+        with pytest.raises(error, match=word):
+            run_stage("init", recipe, tmp_path / f"run{number}")
+        assert not (tmp_path / f"run{number}" / "init").exists()
 
 
 def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
