@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from infra.errors import LaunchError
+from infra.owner import end_with_us
 from pipelines.recipe import Recipe
 from pipelines.stages import Outcome, chain, read_recipe, run_stage
 
@@ -117,7 +119,23 @@ def build_flow() -> Any:
     return reproduce
 
 
+def start_server() -> None:
+    """Start the server that Prefect's client of this process will use; it ends with us, also when we are killed."""
+    from prefect.server.api.server import SubprocessASGIServer
+
+    end_with_us("prefect.server.api.server")
+    try:
+        SubprocessASGIServer().start()
+    except RuntimeError as e:
+        raise LaunchError(
+            f"the Prefect server of this run did not start: {e}",
+            "run the same command again; `repro reproduce --no-server` does without it",
+        ) from None
+
+
 def run_reproduce(run: Path) -> list[Outcome]:
     """Run the whole chain of a run directory as a Prefect flow, with a server of its own unless one is named."""
     prefect_environment(run.parent / ".prefect")
+    if not os.environ.get("PREFECT_API_URL"):
+        start_server()
     return build_flow()(str(run))

@@ -170,8 +170,12 @@ def kill(process: subprocess.Popen, whole_group: bool) -> None:
 def clone(base: Path, run: Path, keep: str = "") -> None:
     """A run directory of hard links to the control's; `keep`: a pattern whose files are copied, since they are changed."""
     shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(base, run, symlinks=True, copy_function=os.link,
-                    ignore=shutil.ignore_patterns(".lease", ".leases", ".xmanager", "logs", ".cache", ".prefect"))  # fmt: skip
+    aside = (".lease", ".leases", ".xmanager", "logs", ".cache", ".prefect")
+
+    def at_the_top(folder: str, names: list[str]) -> set[str]:
+        return {n for n in names if n in aside} if Path(folder) == base else set()
+
+    shutil.copytree(base, run, symlinks=True, copy_function=os.link, ignore=at_the_top)
     # What is written in place, or is changed by the trial, must not be the control's own.
     for path in [run / "train" / "metrics.jsonl", *(run.glob(keep) if keep else ())]:
         if path.is_file():
@@ -318,6 +322,7 @@ def trial(
             said["exit"] = start(run, argv, **extra).wait(900)
     else:
         said |= struck(run, argv, plan, moment)
+        said["left_running"] = left_running(run)
     said["half_made"] = sorted(
         p.name
         for p in (run / "stages").glob("*.begun.json")
@@ -349,6 +354,8 @@ def trial(
             "different": different[:6],
             "compared": len(wanted),
         }
+    if said.get("left_running"):
+        found["outcome"] = f"FAILED: still running: {said['left_running'][0]}"
     if said.get("named") is False and said.get("exit") != 0:
         found["outcome"] = "FAILED: the disturbance was not named"
     if not found["outcome"].startswith("FAILED"):
@@ -385,6 +392,23 @@ def struck(run: Path, argv: list[str], plan: Plan, moment: float) -> dict[str, A
         "landed": landed,
         "killed": "all" if plan.whole_group else "the command",
     }
+
+
+def left_running(run: Path, patience: float = 90.0) -> list[str]:
+    """What the killed command left running, after the time it needs to save and end."""
+    marks = (f"PREFECT_HOME={run.parent / '.prefect'}".encode(), str(run).encode())
+    deadline, found = time.monotonic() + patience, [""]
+    while found and time.monotonic() < deadline:
+        time.sleep(0.5)
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line = (folder / "cmdline").read_bytes()
+                if marks[0] in (folder / "environ").read_bytes() or (
+                    marks[1] in line and int(folder.name) != os.getpid()
+                ):
+                    found.append(line.replace(b"\0", b" ").decode()[:160])
+    return found
 
 
 def server_below(pid: int, process: subprocess.Popen, patience: float = 120.0) -> int:
@@ -440,12 +464,15 @@ def main() -> int:
     begun, where = time.monotonic(), Path(args.work).resolve()
     base = where / "base"
     kept = where / "control.json"
+    standing_file = where / "trials.json"
     if args.fresh or not kept.exists():
         kept.unlink(missing_ok=True)
+        standing_file.unlink(missing_ok=True)
         seconds = make_control(base)
         kept.write_text(json.dumps(seconds))
     seconds = json.loads(kept.read_text())
-    mounts, control, trials = namespaces_work(), {}, []
+    standing = json.loads(standing_file.read_text()) if standing_file.exists() else {}
+    mounts, control = namespaces_work(), {}
     for plan in chosen:
         if plan.kind in ("disk full", "read-only") and not mounts:
             print(
@@ -454,14 +481,16 @@ def main() -> int:
             )
             continue
         done = trial(base, where, args.seed, plan, seconds, control)
-        trials.append(done)
+        standing[str(plan.number)] = done
+        standing_file.write_text(json.dumps(standing))
         print(f"trial {plan.number:>2} {plan.kind:<13} {plan.target:<22} {done['outcome']}"
               + (f": {done['message'].splitlines()[-1][:160]}" if done.get("message") else "")
               + (f": {', '.join(done['different'])}" if done.get("different") else ""), flush=True)  # fmt: skip
     record = {"seed": args.seed, "seconds": round(time.monotonic() - begun, 1), "cpus": os.cpu_count(),
-              "control": seconds, "asked": len(chosen), "trials": trials}  # fmt: skip
+              "control": seconds, "asked": len(plans(args.seed)), "made": len(chosen),
+              "trials": [standing[k] for k in sorted(standing, key=int)]}  # fmt: skip
     finish_record(record, page(record), args.out)
-    return int(any(t["outcome"].startswith("FAILED") for t in trials))
+    return int(any(t["outcome"].startswith("FAILED") for t in standing.values()))
 
 
 def page(record: dict[str, Any]) -> str:
@@ -470,8 +499,8 @@ def page(record: dict[str, Any]) -> str:
     equal, named = (sum(t["outcome"] == o for t in trials) for o in ("equal", "named"))
     out = [
         "# Crash campaign", "",
-        f"`python tests/campaigns/crash.py`, part of `make resume-campaign` (seed {record['seed']}): {len(trials)} of {record['asked']} trials in "
-        f"{record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs: {equal} end bit-equal to the undisturbed run, in {named} the fault is named and "
+        f"`python tests/campaigns/crash.py`, part of `make resume-campaign` (seed {record['seed']}): {len(trials)} of {record['asked']} trials ({record['made']} of them in "
+        f"{record['seconds'] / 60:.1f} minutes on {record['cpus']} CPUs): {equal} end bit-equal to the undisturbed run, in {named} the fault is named and "
         f"nothing is made from it, {len(trials) - equal - named} fail.", "",
         "A shrunk `tiny`; `moment` is seconds after the command's start. Killed: the command alone, or all that it had started. "
         "Every file that the stages own is compared by digest; checkpoints by their state, logs by what does not tell the time.", "",

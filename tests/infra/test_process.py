@@ -77,6 +77,40 @@ def test_job_ends_when_its_owner_dies(tmp_path):
     assert (tmp_path / "saved").read_text() == "saved"
 
 
+FOREIGN = """
+import subprocess, sys, time
+from infra.owner import end_with_us
+end_with_us("a program of others")
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(*(subprocess.Popen([*sleep, name]).pid for name in ("a program of others", "another")), flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid):
+    """Whether a process still runs; one that nobody has waited for yet does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_program_of_others_ends_with_us():
+    """kill -9 of the one that started it; what has another name is left alone."""
+    owner = subprocess.Popen([sys.executable, "-c", FOREIGN], stdout=subprocess.PIPE, text=True)
+    theirs, other = map(int, owner.stdout.readline().split())
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 30
+    while alive(theirs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert not alive(theirs) and alive(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
 def test_no_watch_without_an_owner(monkeypatch):
     monkeypatch.delenv("REPRO_OWNER", raising=False)
     assert watch_owner() is None
