@@ -148,8 +148,14 @@ def _metrics(path: Path) -> dict[int, str]:
     """Receipts of a metrics file; of a step that was trained twice (after a resume) the last line counts."""
     found: dict[int, str] = {}
     if path.exists():
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise IdentityError(
+                    f"{path} breaks off in line {number}",
+                    "start that run again: it rewrites its log from the last checkpoint",
+                ) from None
             if row.get("receipt"):
                 found[int(row["step"])] = row["receipt"]
     return found

@@ -204,11 +204,16 @@ def logged_loss(facts: Facts) -> tuple[str, str]:
 
 
 def changed(facts: Facts) -> tuple[str, str]:
-    """Files that the report reads and that are not as their stage made them. Facts: `changed_files` {checked, changed}."""
+    """What the report reads and is not as its stage made it. Facts: `changed_files` {checked, changed, unrecorded}."""
     found = facts["changed_files"]
     if found["changed"]:
         more = f" and {len(found['changed']) - 1} more" if len(found["changed"]) > 1 else ""
         return FIRED, f"{found['changed'][0]}{more} changed since a stage made it: run that stage with --redo"
+    if found["unrecorded"]:
+        return (
+            UNKNOWN,
+            f"stage {found['unrecorded'][0]} has no record: nobody knows whether its results are as it made them",
+        )
     return CLEAR, f"{found['checked']} files are as their stages made them"
 
 

@@ -89,7 +89,7 @@ class EvalConfig(Section):
 
     heldout_documents: int = Field(32, ge=2, description="per domain")
     context: int = Field(0, ge=0, description="tokens; 0: the training sequence length")
-    tasks: tuple[str, ...] = EIGHT_TASKS
+    tasks: tuple[str, ...] = Field(EIGHT_TASKS, min_length=1)
     items_per_task: int = Field(100, ge=1)
     inloop_tasks: tuple[str, ...] = Field((), description="AI2's in-loop tasks by name; shown, never judged")
     inloop_items: int = Field(100, ge=1, description="documents per in-loop task")

@@ -14,6 +14,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ OS_REMEDIES = {
     errno.EDQUOT: "free some space and run the same command again; nothing half-written counts as done",
     errno.EACCES: "check the permissions, or choose another RUN_DIR",
     errno.EPERM: "check the permissions, or choose another RUN_DIR",
+    errno.EEXIST: "a file stands where the run directory should be: choose another RUN_DIR",
+    errno.ENOTDIR: "a file stands where a directory should be: choose another RUN_DIR",
     errno.EROFS: "the file system is read-only: choose another RUN_DIR",
 }
 # Stages that also take two paths: what they do then, their options, their handler.
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReproError as e:
         if args.debug:
             raise
-        print(f"repro: {e}", file=sys.stderr)
+        print(f"repro: {located(str(e), args)}", file=sys.stderr)
         return e.exit_code
     except OSError as e:
         if args.debug or e.errno not in OS_REMEDIES:
@@ -121,6 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def located(text: str, args: argparse.Namespace) -> str:
+    """Commands in a message, with the run directory they are meant for."""
+    if not args.run_dir:
+        return text
+    stages = "|".join(BY_NAME)
+    return re.sub(rf"`repro ({stages})( --redo)?`", rf"`repro \1\2 --run-dir {args.run_dir}`", text)
+
+
 def quiet(args: argparse.Namespace) -> None:
     """Our own progress lines are what is shown; libraries speak only of errors.
 
@@ -128,7 +139,7 @@ def quiet(args: argparse.Namespace) -> None:
     """
     if not any(Path(p).exists() for p in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if not any("@" in t for t in getattr(args, "targets", [])):
+    if not asks_the_hub(args):
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ.setdefault(name, "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -136,6 +147,21 @@ def quiet(args: argparse.Namespace) -> None:
     if not args.debug:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         logging.getLogger().setLevel(logging.ERROR)
+
+
+def asks_the_hub(args: argparse.Namespace) -> bool:
+    """Whether a checkpoint is named by hub and revision, on the command line or in the recipe of a published reference."""
+    if any("@" in t for t in (*getattr(args, "targets", []), *args.overrides)):
+        return True
+    if args.command not in ("reproduce", "init", "reference"):
+        return False
+    path = run_of(args) / "recipe.json"
+    try:
+        recipe = read_recipe(path.parent) if path.is_file() else load_recipe(args.recipe, args.overrides)
+    except ReproError:
+        return False  # said by the command itself
+    named = recipe.reference.published + recipe.reference.published_init
+    return recipe.reference.kind == "published" and "@" in named
 
 
 def run_of(args: argparse.Namespace) -> Path:
@@ -165,9 +191,16 @@ def one_stage(args: argparse.Namespace) -> int:
     """One stage of a run directory, which is made if it does not stand."""
     run = run_of(args)
     stands = (run / "recipe.json").exists()
+    if args.command == "report" and not stands:
+        raise RecipeError(f"{run} is not a run directory: nothing to report", "check --run-dir")
     recipe: Recipe = (
         read_recipe(run) if stands and not args.overrides else load_recipe(args.recipe, args.overrides)
     )
+    if args.recipe not in ("tiny", recipe.name):
+        raise RecipeError(
+            f"{run} holds recipe {recipe.name!r}, not {args.recipe!r}",
+            "name another --run-dir, or leave the recipe out",
+        )
     if getattr(args, "runner", None):
         recipe = tools.with_runner(recipe, args)
     open_run(recipe, run)

@@ -135,6 +135,7 @@ def start_server() -> None:
 
 def run_reproduce(run: Path) -> list[Outcome]:
     """Run the whole chain of a run directory as a Prefect flow, with a server of its own unless one is named."""
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # a failing stage is said once, by `repro`
     prefect_environment(run.parent / ".prefect")
     if not os.environ.get("PREFECT_API_URL"):
         start_server()

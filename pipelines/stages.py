@@ -134,7 +134,7 @@ def open_run(recipe: Recipe, run: Path, *, fresh: bool = False) -> None:
     wanted = recipe.model_dump(mode="json")
     if path.exists():
         found = differences(
-            {k: v for k, v in read_json(path).items() if k not in NOT_IDENTITY},
+            {k: v for k, v in _object(path).items() if k not in NOT_IDENTITY},
             {k: v for k, v in wanted.items() if k not in NOT_IDENTITY},
         )
         if found:
@@ -149,7 +149,24 @@ def open_run(recipe: Recipe, run: Path, *, fresh: bool = False) -> None:
 
 def read_recipe(run: Path) -> Recipe:
     """The recipe a run directory was made with."""
-    return validate(read_json(run / "recipe.json"))
+    return validate(_object(run / "recipe.json"))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise IdentityError(f"{path} holds no JSON object", "restore it, or FRESH=1 starts over")
+    return found
+
+
+def _made(run: Path, name: str) -> dict[str, Any]:
+    """The record of a finished stage."""
+    path = run / "stages" / f"{name}.json"
+    record = _object(path)
+    if not isinstance(record.get("digest"), str) or not isinstance(record.get("seconds"), int | float):
+        raise IdentityError(f"{path} is no record of a stage", f"run `repro {name} --redo` to make it again")
+    return record
 
 
 def identity(stage: Stage, recipe: Recipe, run: Path) -> dict[str, Any]:
@@ -161,7 +178,7 @@ def identity(stage: Stage, recipe: Recipe, run: Path) -> dict[str, Any]:
             raise IdentityError(
                 f"stage {stage.name} needs stage {name}, which is not done", f"run `repro {name}` first"
             )
-        inputs[name] = read_json(record)["digest"]
+        inputs[name] = _made(run, name)["digest"]
     return {
         "sections": {s: getattr(recipe, s) for s in stage.sections},
         "inputs": inputs,
@@ -241,7 +258,7 @@ def status_lines(run: Path) -> list[str]:
     for stage in STAGES:
         done, begun = run / "stages" / f"{stage.name}.json", run / "stages" / f"{stage.name}.begun.json"
         if done.exists():
-            state = f"done in {clock(read_json(done)['seconds'])}"
+            state = f"done in {clock(_made(run, stage.name)['seconds'])}"
         else:
             state = "begun, not finished" if begun.exists() else "not made"
         lines.append(f"{stage.name:<10} {state:<22} {stage.does}")

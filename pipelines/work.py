@@ -132,13 +132,10 @@ def reference(recipe: "Recipe", run: Path) -> None:
     from evals.reference.spec import ReferenceSpec
 
     if recipe.reference.kind == "published":
+        keep_curve(recipe, run)
         for step in recipe.train.landmark_steps:
             place = run / "reference" / "hf" / f"step{step}"
             bring_step(recipe, recipe.reference.published, step, place)
-        if (
-            recipe.reference.curve_csv
-        ):  # its content belongs to the run from here on; an absolute path stays one
-            write_bytes_atomic(run / CURVE, (run / recipe.reference.curve_csv).read_bytes())
         return
     index = train_index(recipe, run, verify="full")
     spec = ReferenceSpec.from_sections(
@@ -305,6 +302,19 @@ def bring_step(recipe: "Recipe", pattern: str, step: int, out: Path, *, to_start
         pattern, step, out, recipe.reference.model, context_length=recipe.data.sequence_length,
         eos_id=tokens.eos_id, pad_id=tokens.pad_id, to_start=to_start,
     )  # fmt: skip
+
+
+def keep_curve(recipe: "Recipe", run: Path) -> None:
+    """reference/curve.csv: the published curve, whose content belongs to the run from here on. Read before anything is fetched."""
+    if not recipe.reference.curve_csv:
+        return
+    path = run / recipe.reference.curve_csv  # an absolute path stays one
+    if not path.is_file():
+        raise RecipeError(
+            f"reference.curve_csv: there is no file {path}", "give the W&B export of the reference's run"
+        )
+    write_bytes_atomic(run / CURVE, path.read_bytes())
+    reference_log(recipe, run)
 
 
 def reference_log(recipe: "Recipe", run: Path) -> dict[int, float]:

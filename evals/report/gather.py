@@ -431,7 +431,7 @@ def alarm_facts(
         "logged_loss": optional(run / "parity" / "logged.json", []),
         "logged_steps": len(curves["reproduced"]),
         "reference_published": recipe["reference"]["kind"] == "published",
-        "changed_files": changed_files(run),
+        "changed_files": changed_files(run, recipe),
     }
     if "heldout_loss" in last:
         facts["heldout_difference"] = last["heldout_loss"]["difference"]
@@ -444,21 +444,27 @@ def alarm_facts(
     return facts
 
 
-def changed_files(run: Path) -> dict[str, Any]:
-    """Records and results against the digests that the stages took when they made them: {checked, changed: [name]}.
+def changed_files(run: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Records and results against what the stages said when they made them: {checked, changed: [what], unrecorded: [stage]}.
 
-    Weights, tokens and the rest are digested by the stages that read them. A file that is not here (a run is watched from
-    another machine) is no change.
+    A field of recipe.json that a stage was not made with counts as a change. Weights, tokens and the rest are digested by the
+    stages that read them. A file that is not here (a run is watched from another machine) is no change.
     """
-    checked, changed = 0, []
+    checked, changed, recorded = 0, [], set()
     for path in sorted((run / "stages").glob("*.json")):
         record = {} if path.name.endswith(".begun.json") else optional(path, []) or {}
+        recorded.add(record.get("stage", ""))
         for name, made in record.get("outputs", {}).items():
             if name.endswith((".json", ".jsonl")) and (run / name).is_file():
                 checked += 1
                 if sha256_file(run / name) != made["sha256"]:
                     changed.append(name)
-    return {"checked": checked, "changed": changed}
+        sections = record.get("identity", {}).get("sections", {})
+        found = differences(sections, {s: recipe.get(s) for s in sections})
+        changed += [f"recipe.json: {field} of stage {record['stage']}" for field in found]
+    # Two runs that are compared have their results from one command, which records no stages.
+    needed = () if recipe.get("compared") else ("parity", "evaluate")
+    return {"checked": checked, "changed": changed, "unrecorded": [s for s in needed if s not in recorded]}
 
 
 def declared_differences(recipe: dict[str, Any]) -> list[str]:

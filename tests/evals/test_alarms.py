@@ -35,7 +35,7 @@ CALM = {
         "rows": [{"side": "reproduced", "step": 16, "logged": 5.0, "measured": 5.000001}],
     },
     "logged_steps": 96,
-    "changed_files": {"checked": 4, "changed": []},
+    "changed_files": {"checked": 4, "changed": [], "unrecorded": []},
     "judged_weights": {
         "16": {"reference": "r16", "reproduced": "p16"},
         "96": {"reference": "r96", "reproduced": "p96"},
@@ -115,7 +115,13 @@ def manifests(**change):
         ),
         (
             "a result was changed",
-            {"changed_files": {"checked": 4, "changed": ["evals/step16/token_kl.json", "b"]}},
+            {
+                "changed_files": {
+                    "checked": 4,
+                    "changed": ["evals/step16/token_kl.json", "b"],
+                    "unrecorded": [],
+                }
+            },
             "token_kl.json and 1 more",
         ),
     ],
@@ -161,6 +167,11 @@ def test_a_landmark_without_a_measured_loss_is_unknown_but_the_last_step_has_non
     name, nothing = "weights are not those of the log", CALM["logged_loss"] | {"rows": []}
     assert state(name, logged_loss=nothing).state == UNKNOWN
     assert state(name, logged_loss=nothing, landmarks=[96]).state == CLEAR
+
+
+def test_results_without_a_record_are_unknown():
+    found = {"checked": 0, "changed": [], "unrecorded": ["evaluate"]}
+    assert state("a result was changed", changed_files=found).state == UNKNOWN
 
 
 def test_empty_facts_are_unknown_too():

@@ -152,6 +152,8 @@ def whole(recipe, model_cfg, params, text, tmp_path_factory):
         run / "parity" / "logged.json", {"ok": True, "limit": 2e-5, "failures": [], "rows": rows}
     )
     evaluate_run(run)
+    for stage in ("parity", "evaluate"):
+        write_json_atomic(run / "stages" / f"{stage}.json", {"stage": stage, "outputs": {}})
     return run
 
 
@@ -252,6 +254,13 @@ def change_a_result(run):
     write_json_atomic(run / name, {**read_json(run / name), "note": "edited"})
 
 
+def change_a_field(run):
+    """recipe.json asks for more than was evaluated."""
+    made = {"evals": {**read_json(run / "recipe.json")["evals"], "items_per_task": 1}}
+    record = {"stage": "evaluate", "outputs": {}, "identity": {"sections": made}}
+    write_json_atomic(run / "stages" / "evaluate.json", record)
+
+
 @pytest.mark.parametrize(
     ("spoil", "overall", "word"),
     [
@@ -296,6 +305,8 @@ def change_a_result(run):
         (lambda r: (r / "tokens" / "train" / "manifest.json").unlink(), "INCONCLUSIVE", "EOS count"),
         (lambda r: (r / "parity" / "logged.json").unlink(), "INCONCLUSIVE", "not those of the log"),
         (change_a_result, "INCONCLUSIVE", "token_kl.json changed since"),
+        (lambda r: (r / "stages" / "evaluate.json").unlink(), "INCONCLUSIVE", "evaluate has no record"),
+        (change_a_field, "INCONCLUSIVE", "evals.items_per_task"),
     ],
 )
 def test_whatever_is_spoiled_shows(run, spoil, overall, word):

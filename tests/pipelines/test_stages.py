@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from infra.artifacts import write_json_atomic
 from infra.errors import IdentityError, RecipeError
 from pipelines import stages
 from pipelines.recipe import load_recipe
@@ -171,3 +172,42 @@ def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
     np.random.Generator(np.random.PCG64(34521 + 1)).shuffle(wanted)
     assert np.fromfile(run / "order" / "order.u32", "<u4").tolist() == wanted.tolist()
     assert set(json.loads((run / "order" / "receipts.json").read_text())) == {"1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["tokenize", "--run-dir", "{file}"], "a file stands where the run directory should be"),
+        (["tokenize", "--run-dir", "{file}/run"], "choose another RUN_DIR"),
+        (["report", "--run-dir", "{new}"], "is not a run directory"),
+        (["tokenize", "--run-dir", "{new}", "--set", "evals.bounds.heldout_loss=Infinity"], "finite number"),
+        (["tokenize", "--run-dir", "{new}", "--set", "evals.tasks=[]"], "evals.tasks"),
+        (["order", "olmo3_190m", "--run-dir", "{run}"], "holds recipe 'tiny', not 'olmo3_190m'"),
+        (["order", "--run-dir", "{run}"], "run `repro tokenize --run-dir"),
+        (["order", "--run-dir", "{list}"], "recipe.json holds no JSON object"),
+        (["reproduce", "--no-server", "--run-dir", "{list}"], "recipe.json holds no JSON object"),
+        (["status", "--run-dir", "{torn}"], "tokenize.json is no record of a stage"),
+        (["order", "--run-dir", "{torn}"], "tokenize.json is no record of a stage"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_message(tmp_path, capfd, monkeypatch, arguments, word):
+    from pipelines import cli
+
+    monkeypatch.setattr(cli, "quiet", lambda args: None)  # it sets the environment of this whole process
+    places = {name: tmp_path / name for name in ("file", "new", "run", "list", "torn")}
+    places["file"].write_text("not a directory")
+    for name in ("run", "torn"):
+        open_run(load_recipe("tiny"), places[name])
+    write_json_atomic(places["torn"] / "stages" / "tokenize.json", {})
+    write_json_atomic(places["list"] / "recipe.json", [])
+    assert cli.main([a.format(**places) for a in arguments]) == 2
+    assert word in capfd.readouterr().err
+    assert not places["new"].exists()
+
+
+def test_a_missing_curve_is_named_before_anything_is_fetched(tmp_path):
+    from pipelines.work import reference
+
+    recipe = load_recipe("tiny", ["reference.kind=published", "reference.curve_csv=/nope.csv"])
+    with pytest.raises(RecipeError, match=r"curve_csv: there is no file /nope\.csv"):
+        reference(recipe, tmp_path)
