@@ -18,7 +18,7 @@ STAGES := tokenize order init gate reference train convert parity evaluate repor
 .PHONY: help setup reproduce $(STAGES) serve status test proofs bench calibration plan resume-campaign faults dolma-fixture dataflow-template lint clean
 
 help: ## list the targets
-	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z|$$()A-Z_-]+:.*## ' $(MAKEFILE_LIST) | sed 's/\$$(STAGES)/<stage>/' | awk -F':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
 	@echo "  stages: $(STAGES)"
 	@echo "  variables: RECIPE=tiny  RUN_DIR=runs/tiny  SET=\"train.steps=40 ...\"  FRESH=1  DEBUG=1  PYTHON=python3.11"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.config import CorpusConfig
-from data.documents import Document, Reject, expand_glob, read_documents
+from data.documents import NO_TEXT, Document, Reject, expand_glob, read_documents
 from data.environment import DOMAINS, environment_files
 from data.files import clear_os_errors, gzip_text
 from infra.artifacts import atomic_dir, fingerprint, sha256_file, write_json_atomic
@@ -231,9 +231,12 @@ def _require_documents(facts: dict[str, Any]) -> None:
     for domain, d in facts.items():
         for side in ("train", "heldout"):
             if not d[side]["documents"]:
+                remedy = "add documents, or hold out more of them (corpus.heldout_one_in)"
+                if NO_TEXT in d["rejected"]:
+                    remedy = f"name the field that holds the text: text_field of the sources of {domain}"
                 raise DataError(
                     f"the domain {domain} has no {side} document ({d['rejected'] or 'nothing rejected'})",
-                    "add documents, or hold out more of them (corpus.heldout_one_in)",
+                    remedy,
                 )
 
 

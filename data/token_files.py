@@ -17,6 +17,7 @@ import numpy as np
 from infra.errors import DataError, IdentityError
 
 ITEM = 4
+GONE = "check the manifest and its base directory; of a corpus of documents, `repro tokenize --redo` makes it again"
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 1 << 16
 
 
@@ -74,15 +75,11 @@ def byte_size(path: str | Path) -> int:
         try:
             return int(fs.size(key))
         except FileNotFoundError:
-            raise DataError(
-                f"token file {path} does not exist", "check the manifest and its base directory"
-            ) from None
+            raise DataError(f"token file {path} does not exist", GONE) from None
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
-        raise DataError(
-            f"token file {path} does not exist", "check the manifest and its base directory"
-        ) from None
+        raise DataError(f"token file {path} does not exist", GONE) from None
 
 
 def token_count(path: str | Path, size: int | None = None) -> int:

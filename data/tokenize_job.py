@@ -43,13 +43,11 @@ class TokenizeShard(beam.DoFn):
         self.job, self.cfg = job, cfg
         self.tokenizer: Tokenizer | None = None
 
-    def setup(self) -> None:
-        self.tokenizer = load_tokenizer(self.cfg)
-
     def process(self, element: tuple[int, dict[str, str]]) -> Iterable[tuple[int, dict[str, Any]]]:
         position, fields = element
-        assert self.tokenizer is not None
         try:
+            if self.tokenizer is None:
+                self.tokenizer = load_tokenizer(self.cfg)
             yield position, tokenize_shard(ShardSpec(**fields), self.job, self.tokenizer)
         except ReproError as e:
             yield position, {"error": {"what": e.what, "remedy": e.remedy}}

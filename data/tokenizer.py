@@ -106,7 +106,7 @@ class Tokenizer:
                 "set tokenizer.sha256 to the one you mean to use; ids of another tokenizer are other data",
             )
         self.eos_id, self.pad_id, self.vocab_size = cfg.eos_id, cfg.pad_id, cfg.vocab_size
-        self._text = raw.decode()
+        self._text = raw.decode(errors="replace")
         self._reference: Any = None
         self._fast: Any = None
         self.fallback = ""
@@ -122,7 +122,13 @@ class Tokenizer:
         if self._reference is None:
             from tokenizers import Tokenizer as Engine
 
-            self._reference = Engine.from_str(self._text)
+            try:
+                self._reference = Engine.from_str(self._text)
+            except Exception as e:  # the engine has no class of its own for a bad file
+                raise DataError(
+                    f"{self.path} is no tokenizer: {str(e)[:120]}",
+                    "give the tokenizer's JSON in tokenizer.file",
+                ) from None
             self._reference.encode_special_tokens = self.cfg.literal_eos == "text"
         return self._reference
 
@@ -147,8 +153,8 @@ class Tokenizer:
         except ImportError as e:
             self.fallback = f"fastokens is not installed ({e})"
         else:
-            self._fast = fastokens.Tokenizer.from_json_str(self._text)
             self._check_size(self.reference.get_vocab_size())
+            self._fast = fastokens.Tokenizer.from_json_str(self._text)
             self.fallback = self.self_check()
         if self.fallback:
             self._fast = None

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infra.section import Section
 from model.config import HistoryConfig, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
@@ -101,3 +101,12 @@ class EvalConfig(Section):
     )
     torch_documents: int = Field(2, ge=0, description="documents per domain for the 2x2 in PyTorch; 0: none")
     bounds: BoundsConfig = BoundsConfig()
+
+    @field_validator("tasks")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        from evals.tasks import known
+
+        for name in names:
+            known(name)
+        return names

@@ -114,8 +114,8 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
     write_bytes_atomic(path, (text + "\n").encode())
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in `path`. Raises IdentityError that names the file if it is missing or broken."""
+def read_json(path: str | Path, remedy: str = "delete it and run its stage again") -> Any:
+    """The JSON value in `path`. Raises IdentityError that names the file if it is missing or broken (then `remedy`)."""
     try:
         if Path(path).stat().st_size > MAX_JSON_BYTES:
             raise IdentityError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MB: it is no record of ours")
@@ -123,7 +123,7 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError:
         raise IdentityError(f"{path} does not exist", "run the stage that makes it first") from None
     except (ValueError, RecursionError) as e:
-        raise IdentityError(f"{path} is not valid JSON: {e}", "delete it and run its stage again") from None
+        raise IdentityError(f"{path} is not valid JSON: {e}", remedy) from None
 
 
 @contextlib.contextmanager

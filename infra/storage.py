@@ -82,8 +82,8 @@ def open_url(url: str, **options: Any) -> tuple["Bucket", str]:
     return Bucket(name, **options), prefix
 
 
-def make_client() -> Any:
-    """A storage client with the ordinary credentials; anonymous for an emulator."""
+def make_client(bucket: str) -> Any:
+    """A storage client with the ordinary credentials; anonymous for an emulator. `bucket` is named where there are none."""
     import google.auth.exceptions
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import storage
@@ -93,7 +93,7 @@ def make_client() -> Any:
             return storage.Client(project="emulator", credentials=AnonymousCredentials())
         return storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT", "unset"))
     except google.auth.exceptions.DefaultCredentialsError:
-        raise StorageError("no Google credentials were found", LOG_IN) from None
+        raise StorageError(f"gs://{bucket}: no Google credentials were found", LOG_IN) from None
 
 
 class _Timed:
@@ -128,7 +128,7 @@ class Bucket:
     def client(self) -> Any:
         with self._lock:
             if self._client is None:
-                self._client = make_client()
+                self._client = make_client(self.name)
             return self._client
 
     def blob(self, name: str, generation: int | None = None) -> Any:

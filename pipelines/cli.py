@@ -225,6 +225,8 @@ def stage_or_paths(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """What is done in a run directory."""
+    if not run_of(args).is_dir():
+        raise RecipeError(f"there is no run directory {run_of(args)}", "check --run-dir")
     print("\n".join(status_lines(run_of(args))))
     return 0
 

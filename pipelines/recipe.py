@@ -152,9 +152,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         known = sorted(node) if isinstance(node, dict) else [str(k) for k in range(len(node))]
         if part not in known:
             where = ".".join(parts[:i]) or "the recipe"
-            raise RecipeError(
-                f"unknown field {path!r}: {where} has no {part!r}", f"known: {', '.join(known)}"
-            )
+            remedy = f"known: {', '.join(known)}" if known else f"it is empty: give all of it, {where}=JSON"
+            raise RecipeError(f"unknown field {path!r}: {where} has no {part!r}", remedy)
         key: Any = part if isinstance(node, dict) else int(part)
         if i == len(parts) - 1:
             node[key] = value

@@ -154,9 +154,10 @@ def read_recipe(run: Path) -> Recipe:
 
 def _object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`."""
-    found = read_json(path)
+    remedy = "restore it, or FRESH=1 starts over"
+    found = read_json(path, remedy)
     if not isinstance(found, dict):
-        raise IdentityError(f"{path} holds no JSON object", "restore it, or FRESH=1 starts over")
+        raise IdentityError(f"{path} holds no JSON object", remedy)
     return found
 
 

@@ -142,6 +142,10 @@ def test_a_domain_without_heldout_documents_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": next(t for t in map(str, range(99)) if not is_heldout(t, 20))}))
     cfg = CorpusConfig(kind="files", sources=(Source(domain="web", glob=str(path)),))
+    with pytest.raises(DataError, match="no train document") as e:
+        wrong = Source(domain="web", glob=str(path), text_field="body")
+        build_corpus(CorpusConfig(kind="files", sources=(wrong,)), tmp_path / "b")
+    assert e.value.remedy == "name the field that holds the text: text_field of the sources of web"
     with pytest.raises(DataError, match="no heldout document"):
         build_corpus(cfg, tmp_path / "c")
 

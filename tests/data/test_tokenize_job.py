@@ -182,6 +182,8 @@ def test_bad_inputs_are_named(sources, tmp_path):
         tokenize([], tmp_path / "t", TokenizerConfig())
     with pytest.raises(DataError, match="unknown runner 'spark'"):
         tokenize(sources, tmp_path / "t", TokenizerConfig(), runner="spark")
+    with pytest.raises(DataError, match=r"none\.json does not exist"):
+        tokenize(sources, tmp_path / "t", TokenizerConfig(file=str(tmp_path / "none.json")))
     damaged = sources[1][1]
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"00001\.jsonl\.gz cannot be read to its end"):

@@ -103,6 +103,9 @@ def test_another_file_or_size_is_refused(tmp_path):
         Tokenizer(TokenizerConfig(file=str(other)))
     with pytest.raises(DataError, match="does not exist"):
         Tokenizer(TokenizerConfig(file=str(tmp_path / "none.json")))
+    other.write_bytes(b"\xff{}")
+    with pytest.raises(DataError, match="is no tokenizer"):
+        Tokenizer(TokenizerConfig(file=str(other), sha256=""))
     with pytest.raises(IdentityError, match="100278 entries"):
         Tokenizer(TokenizerConfig(vocab_size=100352))
 
