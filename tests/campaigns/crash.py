@@ -52,7 +52,7 @@ TRIED = {"tokenize": 3, "order": 2, "init": 2, "gate": 2, "reference": 2, "train
 RECIPE = [
     *(f for f in SHRUNK if not f.startswith("data.sequence")), "data.sequence_length=48", "evals.context=128",
     "evals.heldout_documents=4", "evals.items_per_task=2", "evals.tasks=[\"arc_easy\",\"piqa\"]", "evals.torch_documents=1",
-    "evals.spot_items=1",
+    "evals.spot_items=1", "data.filter.enabled=true",
 ]  # fmt: skip
 # Artifacts of which one byte is changed: a pattern below the run directory, and the stage that is asked for afterwards.
 KINDS_OF_FILES = {
@@ -60,8 +60,8 @@ KINDS_OF_FILES = {
     "held-out token shard": ("tokens/heldout/*/00000.npy", "evaluate"),
     "token manifest": ("tokens/train/manifest.json", "train"),
     "document boundaries": ("tokens/heldout/*/00000.csv.gz", "evaluate"),
-    "global order": ("order/*.npy", "train"),
-    "repetition mask": ("order/mask.*", "train"),
+    "global order": ("order/order.u32", "train"),
+    "repetition mask": ("order/mask.bits", "train"),
     "step-0 weights": ("init/hf/*.safetensors", "train"),
     "reference's weights": ("reference/hf/step16/*.safetensors", "evaluate"),
     "reference's log": ("reference/metrics.jsonl", "parity"),
@@ -471,6 +471,8 @@ def main() -> int:
         seconds = make_control(base)
         kept.write_text(json.dumps(seconds))
     seconds = json.loads(kept.read_text())
+    if absent := [kind for kind, (pattern, _) in KINDS_OF_FILES.items() if not any(base.glob(pattern))]:
+        raise SystemExit(f"the control has no {absent[0]}: {KINDS_OF_FILES[absent[0]][0]}")
     standing = json.loads(standing_file.read_text()) if standing_file.exists() else {}
     mounts, control = namespaces_work(), {}
     for plan in chosen:
