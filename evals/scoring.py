@@ -7,18 +7,19 @@ Three things make it quick on a model whose head is most of the work (d_model 64
 
 * the head runs only at positions that predict a wanted token, and over blocks of the vocabulary with a
   running logsumexp, so that neither `[B, S, V]` nor `[rows, V]` is ever held;
-* requests that share a prefix share its rows: a row is computed once per distinct prefix, and inputs that
-  are wholly contained in another input never run;
+* requests that share a prefix share its work: a head row is computed once per distinct prefix, inputs that are wholly
+  contained in another input never run, and short inputs that begin alike run as one trie (`evals.prefix_trie`);
 * requests are sorted by length into a few fixed shapes, so that a second set of weights compiles nothing.
 
 The surprising thing: padding never changes a score, because attention is causal and padding stands to the
 right, and because a row is looked up by its own position. The result of a row depends on its bucket's
-compiled shape by fp32 rounding only.
+compiled shape, and on the trie that it stands in, by fp32 rounding only.
 
 Legend: B rows of a batch, S tokens of a bucket, D width, V classes, R rows of a head slice, P wanted pairs.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from evals.prefix_trie import Row, common, pack, sharers
 from infra.errors import DataError
+from model.attention import Trie
 from model.config import ModelConfig, NumericsConfig
 
 VOCAB_BLOCK = 2048
 SLICE_ROWS = 256
 PAIRS_PER_ROW = 2
+SHARE_WIDTH = (
+    512  # narrower models spend their time in the head: tries gain nothing there (bench_evals.py shows both)
+)
 
 Params = Any
 Hidden = Callable[[Params, jax.Array], jax.Array]
+TrieHidden = Callable[[Params, jax.Array, Trie], jax.Array]
 Head = Callable[[Params], jax.Array]
 
 
@@ -153,6 +160,7 @@ class _Plan:
     """Which inputs run in which bucket, and which rows answer which pairs."""
 
     order: dict[int, list[int]]  # bucket -> request indices whose input runs there
+    tries: list[Row]  # the other inputs, all of one length
     slot: list[tuple[int, int]]  # per owned row: (request index, position)
     pair_row: np.ndarray  # int64[n pairs] -> slot
     pair_token: np.ndarray  # int32[n pairs]
@@ -163,12 +171,13 @@ class Scorer:
     """Scores requests with any weights of one model. Compiled once per shape; weights are arguments.
 
     `hidden(params, tokens int32[B, S]) -> float [B, S, D]` is the model without its head, `head(params)`
-    its output matrix [V, D]. `context` is the longest input the model may see.
+    its output matrix [V, D]. `context` is the longest input the model may see. `trie_hidden(params, tokens, trie)` is
+    the same for rows that are tries; without it every input has a row of its own.
     """
 
     def __init__(
         self, hidden: Hidden, head: Head, *, context: int, batch_tokens: int = 8192, low: bool = False,
-        buckets: Sequence[int] | None = None, vocab_block: int = VOCAB_BLOCK,
+        buckets: Sequence[int] | None = None, vocab_block: int = VOCAB_BLOCK, trie_hidden: TrieHidden | None = None,
     ):  # fmt: skip
         self.context = context
         self.batch_tokens = max(batch_tokens, context)
@@ -179,6 +188,9 @@ class Scorer:
         self.low = low
         self.vocab_block = vocab_block
         self._body = jax.jit(lambda params, tokens: _flat(hidden(params, tokens)))
+        self.shares = trie_hidden is not None
+        if trie_hidden is not None:
+            self._trie_body = jax.jit(lambda params, *a: _flat(trie_hidden(params, *a)))
         self._slice = jax.jit(lambda params, *a: _head_slice(head(params), *a, block=vocab_block, low=low))
 
         self._best = jax.jit(
@@ -188,14 +200,18 @@ class Scorer:
     @classmethod
     def for_model(
         cls, cfg: ModelConfig, numerics: NumericsConfig, *, context: int, batch_tokens: int = 8192,
-        buckets: Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None, share: bool | None = None,
     ) -> "Scorer":  # fmt: skip
-        """A scorer of our own OLMo 3."""
+        """A scorer of our own OLMo 3. `share`: inputs that begin alike run as tries; None: from `SHARE_WIDTH` on."""
         from model.olmo3 import apply_hidden
+
+        if share is None:
+            share = cfg.d_model >= SHARE_WIDTH
 
         return cls(
             lambda params, tokens: apply_hidden(params, cfg, numerics, tokens), lambda params: params["lm_head"],
             context=context, batch_tokens=batch_tokens, low=numerics.mode == "mixed", buckets=buckets,
+            trie_hidden=(lambda params, tokens, trie: apply_hidden(params, cfg, numerics, tokens, trie)) if share else None,
         )  # fmt: skip
 
     def rows_per_batch(self, bucket: int) -> int:
@@ -234,22 +250,48 @@ class Scorer:
             by_request.setdefault(r, []).append(s)
         pairs_of = _group(plan.pair_row, len(plan.slot))
         pending = []
+        for flat, places in self.batches(params, requests, plan):
+            slots = [(at + column(plan.slot[s][1]), s) for r, at, column in places for s in by_request[r]]
+            for rows, row, pairs in _slices(slots, pairs_of):
+                out = self._slice(params, flat, rows, row, _take(plan.pair_token, pairs, len(row)))
+                pending.append((pairs, out))
+            del flat
+        for pairs, (values, flags) in pending:
+            logprob[pairs] = np.asarray(values)[: len(pairs)]
+            greedy[pairs] = np.asarray(flags)[: len(pairs)]
+        return [Scored(logprob[a:b].copy(), greedy[a:b].copy()) for a, b in plan.spans]
+
+    def batches(
+        self, params: Params, requests: Sequence[Request], plan: _Plan
+    ) -> Iterator[tuple[jax.Array, list[tuple[int, int, Callable[[int], int]]]]]:
+        """Run the inputs of a plan: hidden states [N, D], and for each input its request, row start, and column of a position."""
         for bucket, members in plan.order.items():
             size = self.rows_per_batch(bucket)
             for at in range(0, len(members), size):
                 batch = members[at : at + size]
                 flat = self.hidden(params, [requests[r].tokens[:-1] for r in batch], bucket)
-                slots = [
-                    (i * bucket + plan.slot[s][1], s) for i, r in enumerate(batch) for s in by_request[r]
-                ]
-                for rows, row, pairs in _slices(slots, pairs_of):
-                    out = self._slice(params, flat, rows, row, _take(plan.pair_token, pairs, len(row)))
-                    pending.append((pairs, out))
-                del flat
-        for pairs, (values, flags) in pending:
-            logprob[pairs] = np.asarray(values)[: len(pairs)]
-            greedy[pairs] = np.asarray(flags)[: len(pairs)]
-        return [Scored(logprob[a:b].copy(), greedy[a:b].copy()) for a, b in plan.spans]
+                yield flat, [(r, i * bucket, lambda position: position) for i, r in enumerate(batch)]
+        if not plan.tries:
+            return
+        length = len(plan.tries[0].tokens)
+        size = self.rows_per_batch(length)
+        for at in range(0, len(plan.tries), size):
+            batch_rows = plan.tries[at : at + size]
+            filled = min(size, 1 << (len(batch_rows) - 1).bit_length())  # few shapes, little padding
+            blank = pack([(-1, np.zeros(1, np.int32))], length)
+            tokens, position, reach = (
+                np.stack([getattr(row, name) for row in (batch_rows + blank * filled)[:filled]])
+                for name in ("tokens", "position", "reach")
+            )
+            flat = self._trie_body(params, tokens, Trie(jnp.asarray(position), jnp.asarray(reach)))
+            yield (
+                flat,
+                [
+                    (r, i * length, functools.partial(row.column, r))
+                    for i, row in enumerate(batch_rows)
+                    for r in row.begins
+                ],
+            )
 
 
 def _flat(hidden: jax.Array) -> jax.Array:
@@ -326,10 +368,8 @@ def _plan(scorer: Scorer, requests: Sequence[Request]) -> _Plan:
         inputs = tokens[:-1]
         mine = np.full(len(inputs), i, np.int64)
         if previous is not None and lineage is not None:
-            n = min(len(inputs), len(previous))
-            same = inputs[:n] == previous[:n]
-            common = n if same.all() else int(np.argmin(same))
-            mine[:common] = lineage[:common]
+            shared = common(inputs, previous)
+            mine[:shared] = lineage[:shared]
         begin = spans[i][0]
         for k, p in enumerate(range(requests[i].first - 1, len(inputs))):
             key = (int(mine[p]), p)
@@ -339,9 +379,15 @@ def _plan(scorer: Scorer, requests: Sequence[Request]) -> _Plan:
             pair_row[begin + k] = owner[key]
             pair_token[begin + k] = tokens[p + 1]
         previous, lineage = inputs, mine
+    owners = {r for r, _ in slot}
+    running = [r for r in order if r in owners]
+    inputs_of = {r: np.asarray(requests[r].tokens[:-1], np.int32) for r in running}
+    together = sharers(list(inputs_of.values())) if scorer.shares else [False] * len(running)
+    shared_by = [r for r, yes in zip(running, together) if yes]
+    longest = max((len(inputs_of[r]) for r in shared_by), default=1)
+    tries = pack([(r, inputs_of[r]) for r in shared_by], scorer.bucket_of(longest))
     run: dict[int, list[int]] = {}
-    for r in sorted(
-        {r for r, _ in slot}, key=lambda r: (-len(requests[r].tokens), requests[r].tokens.tolist())
-    ):
+    alone = set(running) - set(shared_by)
+    for r in sorted(alone, key=lambda r: (-len(requests[r].tokens), requests[r].tokens.tolist())):
         run.setdefault(scorer.bucket_of(len(requests[r].tokens) - 1), []).append(r)
-    return _Plan(run, slot, pair_row, pair_token, spans)
+    return _Plan(run, tries, slot, pair_row, pair_token, spans)

@@ -11,7 +11,7 @@ Axis letters: B batch, S sequence, H query heads, N key heads, G = H/N, K head w
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,16 @@ SLICE = 512  # queries per slice
 UNROLL = 8  # at most so many slices or segments are unrolled in the program
 STORE_LIMIT = 1024  # up to this length scores are kept for the backward pass; above they are recomputed
 MASKED = -0.7 * 3.4028235e38  # finite, so that a row of padding gives numbers and not NaN
+
+
+class Trie(NamedTuple):
+    """Sequences that begin alike in one row, depth first: int32[B,S] each.
+
+    `position` of a token in its own sequence; `reach`, the last column that continues it.
+    """
+
+    position: jax.Array
+    reach: jax.Array
 
 
 def choose_backend(name: str, platform: str, has_documents: bool) -> str:
@@ -75,14 +85,7 @@ def _scores_part(
     k_start: Any,
     window: int | None,
 ) -> jax.Array:
-    """Attention of C queries from position q_start on over T keys from k_start on. q [B,C,N,G,K] -> same.
-
-    As flash kernels do (and torch's CPU one), exp(score - max) is rounded to v's dtype and the sum divides afterwards:
-    the largest weight is then exactly 1. Rounding normalised probabilities instead is 30% further from the exact result.
-    """
-    exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    dot = functools.partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
-    scores = dot("bqngd,bknd->bngqk", q, k) * (q.shape[-1] ** -0.5)
+    """Attention of C queries from position q_start on over T keys from k_start on. q [B,C,N,G,K] -> same."""
     i = q_start + jnp.arange(q.shape[1])[:, None]
     j = k_start + jnp.arange(k.shape[1])[None, :]
     visible = (j <= i) & (j >= 0)
@@ -91,10 +94,35 @@ def _scores_part(
     visible = visible[None]
     if q_docs is not None and k_docs is not None:
         visible = visible & (q_docs[:, :, None] == k_docs[:, None, :])
+    return _weighted(q, k, v, visible)
+
+
+def _weighted(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention over the keys that are visible, bool[B or 1,C,T]. q [B,C,N,G,K], k and v [B,T,N,K] -> q's shape.
+
+    As flash kernels do (and torch's CPU one), exp(score - max) is rounded to v's dtype and the sum divides afterwards:
+    the largest weight is then exactly 1. Rounding normalised probabilities instead is 30% further from the exact result.
+    """
+    exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
+    scores = dot("bqngd,bknd->bngqk", q, k) * (q.shape[-1] ** -0.5)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     e = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.moveaxis(jnp.sum(e, axis=-1), 3, 1)[..., None]
     return (dot("bngqk,bknd->bqngd", e.astype(v.dtype), v) / total).astype(v.dtype)
+
+
+def trie_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, trie: Trie) -> jax.Array:
+    """Causal attention of rows that are tries: each token sees the tokens that lead to it, the window counted in positions.
+
+    Shapes as in `attention`. For short rows (evaluation prompts): S x S scores are held.
+    """
+    B, S, H, K = q.shape
+    at = jnp.arange(S)
+    visible = (at[None, :] <= at[:, None])[None] & (at[None, :, None] <= trie.reach[:, None, :])
+    if window is not None:
+        visible &= trie.position[:, :, None] - trie.position[:, None, :] < window
+    return _weighted(q.reshape(B, S, k.shape[2], H // k.shape[2], K), k, v, visible).reshape(B, S, H, K)
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, docs: jax.Array | None) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from model import layout, rope
-from model.attention import attention, choose_backend
+from model.attention import Trie, attention, choose_backend, trie_attention
 from model.config import LayerKind, ModelConfig, NumericsConfig
 from model.sharding import constrain_batch
 
@@ -49,9 +49,9 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
-    """RoPE in float32 with half-split pairs (j, j+K/2). x [B,S,H,K], cos and sin [S,K/2]."""
+    """RoPE in float32 with half-split pairs (j, j+K/2). x [B,S,H,K], cos and sin [S,K/2] or [B,S,K/2]."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -91,7 +91,7 @@ class Layer(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, docs: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, docs: jax.Array | Trie | None) -> jax.Array:
         weights = layer_params(self, self.cfg)
         return layer(x, weights, docs, cfg=self.cfg, numerics=self.numerics, kind=self.kind, mesh=self.mesh)
 
@@ -99,7 +99,7 @@ class Layer(nn.Module):
 def layer(
     x: jax.Array,
     weights: dict[str, jax.Array],
-    docs: jax.Array | None,
+    docs: jax.Array | Trie | None,
     *,
     cfg: ModelConfig,
     numerics: NumericsConfig,
@@ -120,21 +120,25 @@ def attention_branch(
     p: Params,
     cfg: ModelConfig,
     kind: LayerKind,
-    docs: jax.Array | None = None,
+    docs: jax.Array | Trie | None = None,
     backend: str = "auto",
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Projections, QK-norm over the whole width, RoPE, attention, output projection. x [B,S,D] -> [B,S,D]."""
     B, S, _ = x.shape
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    chosen = choose_backend(backend, platform, docs is not None)
     q = rms_norm(linear(x, p["w_q"]), p["q_norm"], cfg.norm_eps).reshape(B, S, cfg.n_heads, cfg.head_dim)
     k = rms_norm(linear(x, p["w_k"]), p["k_norm"], cfg.norm_eps).reshape(B, S, cfg.n_kv_heads, cfg.head_dim)
     v = linear(x, p["w_v"]).reshape(B, S, cfg.n_kv_heads, cfg.head_dim)
     cos, sin = rope.tables(cfg, kind, S)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     window = cfg.window if kind == LayerKind.SLIDING else None
-    out = attention(q, k, v, window=window, doc_ids=docs, backend=chosen, mesh=mesh)
+    if isinstance(docs, Trie):
+        at = (jnp.asarray(cos)[docs.position], jnp.asarray(sin)[docs.position])
+        out = trie_attention(rotate(q, *at), rotate(k, *at), v, window=window, trie=docs)
+    else:
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        chosen = choose_backend(backend, platform, docs is not None)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = attention(q, k, v, window=window, doc_ids=docs, backend=chosen, mesh=mesh)
     return linear(out.reshape(B, S, -1), p["w_out"])
 
 
@@ -156,7 +160,7 @@ def remat(f: Any, policy: str) -> Any:
     return jax.checkpoint(f, policy=keep, prevent_cse=False)
 
 
-def _one_of_many(f: Any, docs: jax.Array | None, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+def _one_of_many(f: Any, docs: jax.Array | Trie | None, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
     return f(x, weights, docs), None
 
 
@@ -173,7 +177,7 @@ class Block(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, docs: jax.Array | None) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, docs: jax.Array | Trie | None) -> tuple[jax.Array, None]:
         weights = [LayerParams(self.cfg, name=f"layer_{j}")() for j in range(len(self.kinds))]
         at = 0
         for kind, alike in itertools.groupby(self.kinds):
@@ -197,7 +201,7 @@ class Olmo3(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, docs: jax.Array | None = None) -> jax.Array:
+    def __call__(self, tokens: jax.Array, docs: jax.Array | Trie | None = None) -> jax.Array:
         cfg, dtype = self.cfg, compute_dtype(self.numerics)
         kinds, repeats, tail = layout.pattern(cfg)
         shape = (cfg.padded_vocab_size, cfg.d_model)
@@ -230,10 +234,10 @@ def apply_hidden(
     cfg: ModelConfig,
     numerics: NumericsConfig,
     tokens: jax.Array,
-    doc_ids: jax.Array | None = None,
+    doc_ids: jax.Array | Trie | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Final-normed hidden states [B,S,D] of tokens int32[B,S]; doc_ids int32[B,S] restricts attention."""
+    """Final-normed hidden states [B,S,D] of tokens int32[B,S]; doc_ids int32[B,S] or a Trie restricts attention."""
     out: Any = Olmo3(cfg, numerics, mesh).apply({"params": params}, tokens, doc_ids)
     return out
 

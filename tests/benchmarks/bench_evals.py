@@ -7,8 +7,7 @@ turn, until `--rounds` or `--limit` seconds are reached (a round that has begun 
 apart. Printed: medians of requests per second, wall and CPU, and the largest difference of a log-likelihood. lm-eval's HF model needs the
 package `accelerate`. The surprising thing: more items make ours faster per request and theirs not, since compiled shapes are filled better.
 
-The last line says what running each shared context through the body only once could gain at most: the body's share of our time,
-times the share of its tokens that are repeated contexts.
+Our other way is timed beside it: contexts that are shared run once, or every input whole; a scorer chooses by the width of its model.
 """
 
 import argparse
@@ -36,37 +35,22 @@ from model.convert.hf import export_hf
 from model.olmo3 import abstract_params
 
 CONTEXT = 256
+TRIES = {True: "contexts shared", False: "nothing shared"}
 
 
-def prefix_tokens(requests: list[Request]) -> tuple[int, int]:
-    """(input tokens that run now, tokens if every common prefix ran once)."""
-    inputs = sorted({tuple(r.tokens[:-1].tolist()) for r in requests})
-    now = sum(len(a) for a, b in zip(inputs, [*inputs[1:], ()]) if b[: len(a)] != a)
-    shared = 0
-    before: tuple[int, ...] = ()
-    for x in inputs:
-        common = next((k for k, (a, b) in enumerate(zip(x, before)) if a != b), min(len(x), len(before)))
-        shared += len(x) - common
-        before = x
-    return now, shared
-
-
-def body_seconds(scorer: Scorer, params: Any, requests: list[Request]) -> float:
-    """Seconds of the model's body alone, over the batches that `score` runs."""
+def input_tokens(scorer: Scorer, requests: list[Request]) -> int:
+    """Tokens that the body runs for these requests, padding left out."""
     plan = scoring._plan(scorer, requests)
-    start = time.perf_counter()
-    for bucket, members in plan.order.items():
-        size = scorer.rows_per_batch(bucket)
-        for at in range(0, len(members), size):
-            batch = [requests[r].tokens[:-1] for r in members[at : at + size]]
-            scorer.hidden(params, batch, bucket).block_until_ready()
-    return time.perf_counter() - start
+    alone = sum(len(requests[r].tokens) - 1 for members in plan.order.values() for r in members)
+    last = (next(reversed(row.begins)) for row in plan.tries)
+    return alone + sum(row.column(r, len(requests[r].tokens) - 2) + 1 for row, r in zip(plan.tries, last))
 
 
 def main() -> None:
     """Run and print one JSON line per side."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=4, help="per task")
+    parser.add_argument("--width", type=int, default=64, help="d_model; heads of 16, four layers")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no new round begins")
@@ -79,17 +63,32 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.set_num_threads(args.threads)
-    model = ModelConfig(d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=256, window=64)
+    heads = args.width // 16
+    model = ModelConfig(
+        d_model=args.width,
+        n_layers=4,
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=16,
+        d_ff=4 * args.width,
+        window=64,
+    )
     leaves, tree = jax.tree.flatten(abstract_params(model))
     rng = np.random.default_rng(0)
-    params = jax.tree.unflatten(tree, [(0.2 * rng.normal(size=s.shape)).astype(np.float32) for s in leaves])
+    params = jax.tree.unflatten(
+        tree, [(1.6 / args.width**0.5 * rng.normal(size=s.shape)).astype(np.float32) for s in leaves]
+    )
     text = TextTokenizer(TokenizerConfig())
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         export_hf(params, model, root / "hf", context_length=CONTEXT, keep_padding=True)
         suite = Suite.load(EIGHT_TASKS, items_per_task=args.items, cache=root / "cache", max_cut_share=1.0)
         requests = [i for item in suite.items for i in item.instances]
-        scorer, ours = Scorer.for_model(model, NumericsConfig(), context=CONTEXT), jax.device_put(params)
+        scorer, ours = (
+            Scorer.for_model(model, NumericsConfig(), context=CONTEXT),
+            jax.device_put(params),
+        )
+        other = Scorer.for_model(model, NumericsConfig(), context=CONTEXT, share=not scorer.shares)
         lm = JaxLM(scorer, text).use(ours)
         asked: list[Request] = []
         plain_score = scorer.score
@@ -101,12 +100,14 @@ def main() -> None:
         hf = AutoModelForCausalLM.from_pretrained(root / "hf", dtype=torch.float32).eval()
         start = time.perf_counter()
         lm.loglikelihood(requests)
+        first = time.perf_counter() - start
+        JaxLM(other, text).use(ours).loglikelihood(requests)
         scorer.score = plain_score  # type: ignore[method-assign]
         print(
             json.dumps(
                 {
                     "side": "ours, first call with compilation",
-                    "seconds": round(time.perf_counter() - start, 2),
+                    "seconds": round(first, 2),
                 }
             )
         )
@@ -114,7 +115,7 @@ def main() -> None:
         answers: dict[str, list[tuple[float, bool]]] = {}
         begin = time.perf_counter()
         with quiet():
-            sides: dict[str, Any] = {"ours": lm} | {
+            sides: dict[str, Any] = {"ours": lm, f"ours, {TRIES[other.shares]}": JaxLM(other, text).use(ours)} | {
                 f"lm-eval HF, batch {b}": HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=b, max_length=CONTEXT, device="cpu")
                 for b in args.batch
             }  # fmt: skip
@@ -126,7 +127,6 @@ def main() -> None:
                     seconds.setdefault(name, []).append(took)
                 if time.perf_counter() - begin > args.limit:
                     break
-        body = statistics.median(body_seconds(scorer, ours, asked) for _ in range(3))
         middle = {
             n: tuple(statistics.median(t[k] for t in times) for k in (0, 1)) for n, times in seconds.items()
         }
@@ -136,12 +136,12 @@ def main() -> None:
             print(json.dumps({"side": name, "rounds": len(seconds[name]), "requests": len(requests), "requests_per_second": round(len(requests) / wall, 1),
                               "requests_per_cpu_second": round(len(requests) / cpu, 1), "largest_difference_nat": worst,
                               "same_greedy_flags": greedy}))  # fmt: skip
-        theirs = [min(times[k] for name, times in middle.items() if name != "ours") for k in (0, 1)]
+        theirs = [min(times[k] for name, times in middle.items() if "HF" in name) for k in (0, 1)]
         ratio = [round(theirs[k] / middle["ours"][k], 2) for k in (0, 1)]
-        tokens, shared = prefix_tokens(asked)
-        part = body / middle["ours"][0]
-        print(json.dumps({"body_share_of_our_time": round(part, 3), "input_tokens": tokens, "with_shared_contexts": shared,
-                          "most_that_sharing_could_gain": round(1 / (1 - part * (1 - shared / tokens)), 3)}))  # fmt: skip
+        alone = middle[f"ours, {TRIES[other.shares]}"]
+        print(json.dumps({"input_tokens": {TRIES[s.shares]: input_tokens(s, asked) for s in (scorer, other)},
+                          "times_our_other_way_wall": round(alone[0] / middle["ours"][0], 2),
+                          "times_our_other_way_cpu": round(alone[1] / middle["ours"][1], 2)}))  # fmt: skip
         print(
             json.dumps(
                 {"times_their_best_wall": ratio[0], "times_their_best_cpu": ratio[1], "load": os.getloadavg()}
