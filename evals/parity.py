@@ -207,7 +207,14 @@ def require(result: dict[str, Any], what: str) -> dict[str, Any]:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; step k must be row k."""
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows = []
+    for k, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise IdentityError(
+                f"{path}: line {k} is not JSON", "it is damaged: make its stage again"
+            ) from None
     for k, row in enumerate(rows, 1):
         if row.get("step") != k:
             raise IdentityError(

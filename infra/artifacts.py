@@ -152,6 +152,17 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
         raise
 
 
+def check_outputs(run: Path, stage: str, record: Mapping[str, Any]) -> None:
+    """Hold every output of a stage against its record. Raises IdentityError that names a file that is gone or changed."""
+    remedy = f"run `repro {stage} --redo` to make it again, or FRESH=1 to start over"
+    for relative, expected in record["outputs"].items():
+        actual = run / relative
+        if not actual.is_file():
+            raise IdentityError(f"{actual} is missing, but stage {stage} is recorded as done", remedy)
+        if actual.stat().st_size != expected["bytes"] or sha256_file(actual) != expected["sha256"]:
+            raise IdentityError(f"{actual} changed since stage {stage} made it", remedy)
+
+
 class StageRecord:
     """The record of one stage in a run directory: begun, committed, verified.
 
@@ -175,18 +186,7 @@ class StageRecord:
             return None
         record = read_json(self.path)
         self._same_key(record, "was made")
-        for relative, expected in record["outputs"].items():
-            actual = self.run / relative
-            if not actual.is_file():
-                raise IdentityError(
-                    f"{actual} is missing, but stage {self.name} is recorded as done",
-                    f"run `repro {self.name} --redo` to make it again, or FRESH=1 to start over",
-                )
-            if actual.stat().st_size != expected["bytes"] or sha256_file(actual) != expected["sha256"]:
-                raise IdentityError(
-                    f"{actual} changed since stage {self.name} made it",
-                    f"run `repro {self.name} --redo` to make it again, or FRESH=1 to start over",
-                )
+        check_outputs(self.run, self.name, record)
         return record
 
     def begin(self) -> None:

@@ -1,7 +1,7 @@
 """The stages of a reproduction: each one function with plain arguments, run once and recorded.
 
 `run_stage` is the only way a stage runs: it reuses a committed result whose identity still holds, refuses one
-whose identity differs, and otherwise makes and commits it. Prefect wraps this; it does not replace it.
+whose identity differs, and otherwise makes and commits it, from files that are as the stages before it made them. Prefect wraps this; it does not replace it.
 The surprising thing: a stage's identity holds the digest of every module of ours that it reaches, so an
 edited helper is noticed, while an edited report does not cost a training run.
 """
@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.artifacts import StageRecord, differences, read_json, versions, write_json_atomic
+from infra.artifacts import (
+    StageRecord,
+    check_outputs,
+    differences,
+    read_json,
+    versions,
+    write_json_atomic,
+)
 from infra.code import code_digest
 from infra.errors import IdentityError, ReproError
 from infra.lease import Lease
@@ -203,6 +210,8 @@ def run_stage(name: str, recipe: Recipe, run: Path) -> Outcome:
     if standing is not None:
         progress.finish(f"reused (made in {clock(standing['seconds'])})")
         return Outcome(name, True, time.monotonic() - start, standing["digest"])
+    for needed in stage.after:
+        check_outputs(run, needed, _made(run, needed))
     record.begin()
     stage.work(recipe, run)
     outputs = [p.relative_to(run).as_posix() for pattern in stage.owns for p in sorted(run.glob(pattern))]

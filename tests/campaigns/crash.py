@@ -337,9 +337,11 @@ def trial(
         **said,
         "exit_after": code,
     }
-    if plan.kind == "byte changed" and code == 2:
+    if plan.kind == "byte changed" and (code == 2 or (code and said["file"] in text)):
+        # A stage refuses the file by name; the report gives the verdict, and its reason names it.
         named = said["file"] in text or Path(said["file"]).parts[0] in text
-        message = " ".join(text[max(0, text.find("repro: ")) :].split())
+        at = text.find("repro: ") if code == 2 else text.find(said["file"])
+        message = " ".join(text[max(0, at) :].split())
         outcome = "named" if named and "Traceback" not in text else "FAILED: the message does not name it"
         found |= {"outcome": outcome, "message": message.replace(str(run), "RUN")[:300]}
     elif code not in (0, 1, 3) or "Traceback" in text:

@@ -106,6 +106,18 @@ def test_a_changed_input_is_refused_downstream(run, calls):
         run_stage("order", TINY, run)
 
 
+def test_a_stage_is_not_made_from_a_changed_file(run, calls):
+    run_stage("tokenize", TINY, run)
+    name, _ = next(iter(json.loads((run / "stages" / "tokenize.json").read_text())["outputs"].items()))
+    (run / name).write_bytes((run / name).read_bytes() + b"!")
+    with pytest.raises(IdentityError, match=f"{name} changed since stage tokenize made it"):
+        run_stage("order", TINY, run)
+    (run / name).unlink()
+    with pytest.raises(IdentityError, match=f"{name} is missing, but stage tokenize is recorded as done"):
+        run_stage("order", TINY, run)
+    assert not (run / "stages" / "order.begun.json").exists()
+
+
 def test_run_directory_remembers_its_recipe(run):
     assert read_recipe(run) == TINY
     open_run(TINY, run)
