@@ -160,7 +160,10 @@ def check_outputs(run: Path, stage: str, record: Mapping[str, Any]) -> None:
         if not actual.is_file():
             raise IdentityError(f"{actual} is missing, but stage {stage} is recorded as done", remedy)
         if actual.stat().st_size != expected["bytes"] or sha256_file(actual) != expected["sha256"]:
-            raise IdentityError(f"{actual} changed since stage {stage} made it", remedy)
+            raise IdentityError(
+                f"{actual} changed since stage {stage} made it (it is not what stages/{stage}.json says)",
+                remedy,
+            )
 
 
 class StageRecord:
