@@ -195,16 +195,6 @@ def test_their_checkpoint_is_one_that_one_process_goes_on_from(runs, tmp_path):
     assert summary["receipt"] == expected(index, open_order(run / "order"), BATCH, STEPS + 3)[STEPS + 3]
 
 
-@pytest.mark.parametrize(
-    ("owners", "groups"),
-    [
-        ([[0], [0], [1], [1]], {0: 0, 1: 1}),  # fsdp 4 over two hosts
-        ([[0, 0], [1, 1]], {0: 0, 1: 1}),  # a tensor axis inside each host
-        ([[0, 1]], {0: 0, 1: 0}),  # a tensor axis over both hosts: both read every row
-        ([[0, 1], [2, 3]], {0: 0, 1: 0, 2: 1, 3: 1}),
-        ([[1], [0]], {1: 0, 0: 1}),  # rows follow the mesh, not the numbers of the processes
-    ],
-)
 @pytest.mark.slow_proof
 def test_two_processes_enter_a_stage_as_one_does(runs, write_run_at, tmp_path):
     """Weights, moments and count of the stage before, on two hosts and on one: the same losses from the first step on."""
@@ -224,6 +214,16 @@ def test_two_processes_enter_a_stage_as_one_does(runs, write_run_at, tmp_path):
     assert one[0][0] < log_of(runs[0])[0]["ce"]  # it did not start afresh
 
 
+@pytest.mark.parametrize(
+    ("owners", "groups"),
+    [
+        ([[0], [0], [1], [1]], {0: 0, 1: 1}),  # fsdp 4 over two hosts
+        ([[0, 0], [1, 1]], {0: 0, 1: 1}),  # a tensor axis inside each host
+        ([[0, 1]], {0: 0, 1: 0}),  # a tensor axis over both hosts: both read every row
+        ([[0, 1], [2, 3]], {0: 0, 1: 0, 2: 1, 3: 1}),
+        ([[1], [0]], {1: 0, 0: 1}),  # rows follow the mesh, not the numbers of the processes
+    ],
+)
 def test_who_reads_which_rows(owners, groups):
     assert hosts.row_groups(np.array(owners)) == groups
 
