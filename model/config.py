@@ -30,17 +30,22 @@ class YarnConfig(Section):
     original_context: int = 8192
 
 
+LARGEST = (
+    1 << 24
+)  # of any size: what a damaged or hostile file may ask for is refused before anything is built
+
+
 class ModelConfig(Section):
     """One OLMo 3 model. `padded_vocab_size` is what trains; exports keep the first `vocab_size` rows."""
 
-    d_model: int = Field(ge=1)
-    n_layers: int = Field(ge=1)
-    n_heads: int = Field(ge=1)
-    n_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    d_ff: int = Field(ge=1)
-    vocab_size: int = 100278
-    padded_vocab_size: int = 100352
+    d_model: int = Field(ge=1, le=LARGEST)
+    n_layers: int = Field(ge=1, le=1024)
+    n_heads: int = Field(ge=1, le=LARGEST)
+    n_kv_heads: int = Field(ge=1, le=LARGEST)
+    head_dim: int = Field(ge=2, le=LARGEST)
+    d_ff: int = Field(ge=1, le=LARGEST)
+    vocab_size: int = Field(100278, ge=1, le=LARGEST)
+    padded_vocab_size: int = Field(100352, ge=1, le=LARGEST)
     layer_pattern: tuple[LayerKind, ...] = OLMO3_PATTERN
     last_layer_full: bool = True
     window: int = Field(4096, ge=1, description="keys a sliding query sees, itself included")

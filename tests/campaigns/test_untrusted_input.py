@@ -261,6 +261,26 @@ def test_checkpoint_records(folder, manifest, meta):
             checkpoint.restore_params(folder / "ckpt", 3, verify=False)
 
 
+@pytest.mark.parametrize(
+    "size",
+    ["d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "padded_vocab_size"],
+)
+@pytest.mark.parametrize("value", [0, -1, 2**62])
+def test_a_checkpoint_of_an_absurd_model_is_refused_at_once(tmp_path, size, value):
+    """2^62 layers would fill the memory with the list of their kinds."""
+    meta = copy.deepcopy(RECORDS["meta.json"])
+    meta["model"][size] = value
+    place = tmp_path / "step3"
+    place.mkdir()
+    (place / "meta.json").write_text(json.dumps(meta))
+    digest = {"sha256": "0" * 64, "bytes": (place / "meta.json").stat().st_size}
+    (place / "MANIFEST.json").write_text(json.dumps({"format": 1, "step": 3, "files": {"meta.json": digest}}))
+    begun = time.monotonic()
+    with pytest.raises(ReproError, match=size):
+        checkpoint.restore_params(tmp_path, 3, verify=False)
+    assert time.monotonic() - begun < 5
+
+
 CSV = 'Step,"run - train/CE loss","run - train/CE loss__MIN","run - optim/LR (group 0)"\n1,11.5,11.5,1e-4\n2,11.4,11.4,2e-4\n3,,,\n'
 
 
