@@ -79,8 +79,8 @@ def moved(root, shape, params):
     state, _, _ = run(eight, state, 1, 2)  # moments, count and window are no longer empty
     save(root, 2, state)
     other, meta = checkpoint.restore(root, 2, step_lib.abstract_state(there))
-    save(root, 3, other)
-    back, again = checkpoint.restore(root, 3, step_lib.abstract_state(eight))
+    save(root / "there", 2, other)
+    back, again = checkpoint.restore(root / "there", 2, step_lib.abstract_state(eight))
     held = sharding.bytes_per_device(other)
     return {"digests": [checkpoint.state_digest(tree) for tree in (state, other, back)],
             "receipts": [m["receipt"]["digest"] for m in (meta, again)], "devices": len(held),
