@@ -50,7 +50,7 @@ def facts():
             "name": "x", "launch": {"target": "local", "topology": ""}, "train": {"steps": 100},
             "reference": {"kind": "olmo_core_local"}, "data": {"sequence_length": 16, "global_batch_instances": 4},
         },
-        "results": {}, "gates": [{"name": "gate", "step": 0, "state": "failed", "facts": {"max": 1.0}}], "localise": FOUND,
+        "rounded_reference": [], "results": {}, "gates": [{"name": "gate", "step": 0, "state": "failed", "facts": {"max": 1.0}}], "localise": FOUND,
         "outside_curve": None, "plan": None, "unchecked_exports": [], "missing": [], "versions": {"ai2-olmo-core": "3.0.0"},
         "curves": {"reference": [], "reproduced": [{"tokens_per_second": 32.0}] * 3},
         "tokens": {"train": {"domains": {"a": {"documents": 7}}}},
@@ -122,7 +122,8 @@ def test_the_square_has_its_gaps_on_the_margins(facts):
 
 def test_what_is_not_proven_follows_the_run(facts):
     assert "were not measured" in page(evidence.not_proven(facts))
-    facts["unchecked_exports"], facts["plan"] = [8, 16], {"x": 1}
+    assert "rounded to bf16" not in page(evidence.not_proven(facts))
+    facts["unchecked_exports"], facts["plan"], facts["rounded_reference"] = [8, 16], {"x": 1}, [8]
     facts["recipe"]["reference"]["kind"] = "published"
     text = page(evidence.not_proven(facts))
     assert (
@@ -130,6 +131,7 @@ def test_what_is_not_proven_follows_the_run(facts):
         and "no-parity" in text
         and "no step of this run" in text
         and "not trained here" in text
+        and "rounded to bf16" in text
     )
 
 
