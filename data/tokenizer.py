@@ -106,7 +106,10 @@ class Tokenizer:
                 "set tokenizer.sha256 to the one you mean to use; ids of another tokenizer are other data",
             )
         self.eos_id, self.pad_id, self.vocab_size = cfg.eos_id, cfg.pad_id, cfg.vocab_size
-        self._text = raw.decode(errors="replace")
+        try:
+            self._text = raw.decode()
+        except UnicodeDecodeError as e:
+            raise self._no_tokenizer(e) from None
         self._reference: Any = None
         self._fast: Any = None
         self.fallback = ""
@@ -125,12 +128,14 @@ class Tokenizer:
             try:
                 self._reference = Engine.from_str(self._text)
             except Exception as e:  # the engine has no class of its own for a bad file
-                raise DataError(
-                    f"{self.path} is no tokenizer: {str(e)[:120]}",
-                    "give the tokenizer's JSON in tokenizer.file",
-                ) from None
+                raise self._no_tokenizer(e) from None
             self._reference.encode_special_tokens = self.cfg.literal_eos == "text"
         return self._reference
+
+    def _no_tokenizer(self, why: Exception) -> DataError:
+        return DataError(
+            f"{self.path} is no tokenizer: {str(why)[:120]}", "give the tokenizer's JSON in tokenizer.file"
+        )
 
     @functools.cached_property
     def eos_text(self) -> str:

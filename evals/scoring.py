@@ -35,9 +35,7 @@ from model.config import ModelConfig, NumericsConfig
 VOCAB_BLOCK = 2048
 SLICE_ROWS = 256
 PAIRS_PER_ROW = 2
-SHARE_WIDTH = (
-    512  # narrower models spend their time in the head: tries gain nothing there (bench_evals.py shows both)
-)
+SHARE_WIDTH = 512  # in narrower models tries cost more than they save (bench_evals.py --width shows both)
 
 Params = Any
 Hidden = Callable[[Params, jax.Array], jax.Array]

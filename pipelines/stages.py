@@ -76,13 +76,13 @@ STAGES = (
     ),
     Stage(
         "reference", "the reference run, by OLMo-core's own trainer, or its published landmarks", work.reference, ("reference",),
-        ("reference", "train", "data", "tokenizer"), ("order", "init"),
+        ("reference", "train", "data", "tokenizer"), ("tokenize", "order", "init"),
         ("evals.reference.runner", "evals.reference.trainer", "evals.reference.published"), ("torch", "ai2-olmo-core", "numpy"),
     ),
     Stage(
         "train", "our run, launched through XManager", work.train, ("checkpoints", "train"),
         ("data", "model", "optimizer", "schedule", "loss", "history", "numerics", "mesh", "train"),
-        ("order", "init", "gate"),
+        ("tokenize", "order", "init", "gate"),
         ("model.train",), ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     ),
     Stage(

@@ -103,9 +103,11 @@ def test_another_file_or_size_is_refused(tmp_path):
         Tokenizer(TokenizerConfig(file=str(other)))
     with pytest.raises(DataError, match="does not exist"):
         Tokenizer(TokenizerConfig(file=str(tmp_path / "none.json")))
-    other.write_bytes(b"\xff{}")
-    with pytest.raises(DataError, match="is no tokenizer"):
-        Tokenizer(TokenizerConfig(file=str(other), sha256=""))
+    whole = load_tokenizer(TokenizerConfig()).path.read_bytes()
+    for damaged in (b"{}", whole.replace(b"a", b"\xff", 1)):
+        other.write_bytes(damaged)  # a replaced letter would change ids in silence
+        with pytest.raises(DataError, match="is no tokenizer"):
+            Tokenizer(TokenizerConfig(file=str(other), sha256=""))
     with pytest.raises(IdentityError, match="100278 entries"):
         Tokenizer(TokenizerConfig(vocab_size=100352))
 
