@@ -260,7 +260,7 @@ def test_a_published_reference_is_brought_and_judged(whole, tmp_path):
     [
         (["reproduce", "nosuch"], "unknown recipe 'nosuch'"),
         (["reproduce", "tiny", "--set", "train.landmarks=[500]"], "beyond the last step"),
-        (["train", "tiny"], "run `repro order --run-dir"),
+        (["train", "tiny"], "run `repro tokenize --run-dir"),
     ],
 )
 def test_user_errors_are_one_message(tmp_path, arguments, message):
