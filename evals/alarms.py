@@ -130,7 +130,7 @@ def disjoint(facts: Facts) -> tuple[str, str]:
     both = train & heldout
     if both:
         return FIRED, f"{len(both)} held-out documents are in the training set, for instance {min(both)[:16]}"
-    return CLEAR, f"{len(train)} training and {len(heldout)} held-out documents, none in both"
+    return CLEAR, f"{len(train)} different training and {len(heldout)} held-out documents, none in both"
 
 
 def scores(facts: Facts) -> tuple[str, str]:

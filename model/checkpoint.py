@@ -259,6 +259,8 @@ class Saver:
         if self._error is not None:
             path, error = self._error
             self._error = None
+            if isinstance(error, ReproError):
+                raise ReproError(f"saving {path} failed: {error.what}", error.remedy) from error
             raise ReproError(
                 f"saving the checkpoint {path} failed: {type(error).__name__}: {error}",
                 "free disk space or fix the permissions; the run continues from the checkpoint before it",

@@ -28,7 +28,7 @@ HANDOVER = 24
 
 
 def tiny() -> Recipe:
-    """4 layers of width 64 on 16 MB of the environment's own text, 96 steps of 8 x 256 tokens."""
+    """4 layers of width 64 on 16 MB of the environment's own text, 96 steps of 8 x 192 tokens."""
     model = ModelConfig(d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=256, window=64)
     optimizer = OptimizerConfig(skip_step=SkipStepConfig(nan_policy="reference"))
     schedule = ScheduleConfig(
@@ -44,7 +44,7 @@ def tiny() -> Recipe:
         description="a four-layer OLMo 3 on the environment's own text, 96 steps, against OLMo-core on this machine",
         corpus=CorpusConfig(kind="environment", megabytes_per_domain=4.0),
         tokenizer=TokenizerConfig(),
-        data=DataConfig(sequence_length=256, global_batch_instances=8),
+        data=DataConfig(sequence_length=192, global_batch_instances=8),
         model=model,
         optimizer=optimizer,
         schedule=schedule,
@@ -62,6 +62,6 @@ def tiny() -> Recipe:
             micro_batch_instances=2,
         ),
         parity=ParityConfig(),
-        evals=EvalConfig(heldout_documents=32, items_per_task=150),
+        evals=EvalConfig(heldout_documents=32, items_per_task=120),
         launch=LaunchConfig(target="local"),
     )

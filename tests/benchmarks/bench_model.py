@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # name -> d_model, heads, head_dim, d_ff, window, batch, sequence
 SHAPES = {
-    "tiny": (64, 4, 16, 256, 64, 8, 256),
+    "tiny": (64, 4, 16, 256, 64, 8, 192),
     "wide": (512, 8, 64, 1536, 64, 8, 256),
     "long": (64, 4, 16, 256, 4096, 1, 8192),
 }

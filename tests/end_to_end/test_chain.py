@@ -25,6 +25,7 @@ MICRO = [
     "model.window=32",
     "reference.model.window=32",
     "train.steps=12",
+    "train.landmarks=[3,6,12]",
     "train.checkpoint_every=3",
     "evals.heldout_documents=6",
     "evals.items_per_task=6",
