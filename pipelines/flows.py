@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import LaunchError
+from infra.memory import allocator_environment
 from infra.owner import end_with_us
 from pipelines.recipe import Recipe
 from pipelines.stages import Outcome, chain, read_recipe, run_stage
@@ -68,7 +69,7 @@ def run_chain(recipe: Recipe, run: Path) -> list[Outcome]:
             follower = LocalJob(
                 "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10"], name="landmarks", quiet=True,
                 log_dir=run / "logs", state_dir=run / ".xmanager",
-                env={"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "OMP_NUM_THREADS": str(recipe.launch.threads)},
+                env={"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "OMP_NUM_THREADS": str(recipe.launch.threads), **allocator_environment()},
             )  # fmt: skip
         if name == "evaluate" and follower is not None:
             follower.wait()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from infra.artifacts import read_json, write_bytes_atomic, write_json_atomic
 from infra.errors import LaunchError, ParityError, RecipeError
+from infra.memory import allocator_environment
 from infra.progress import Progress
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from pipelines.recipe import Recipe
 
 PREEMPTED = 75
-# glibc keeps the temporaries of a step and hands them out again; else a third of a CPU step goes into page faults.
-ALLOCATOR = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(20 * 10**9),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
 SIDES = ("train", "heldout")
 CURVE = "reference/curve.csv"
 
@@ -170,7 +164,7 @@ def train(recipe: "Recipe", run: Path) -> None:
         name="train",
         log_dir=run / "logs",
         state_dir=run / ".xmanager",
-        env={"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu", **ALLOCATOR},
+        env={"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu", **allocator_environment()},
         accept=(0, PREEMPTED),
     )
     if code == PREEMPTED:

@@ -15,6 +15,7 @@ from pathlib import Path
 from evals.reference.spec import ReferenceSpec, check_possible, segments
 from infra.artifacts import canonical, differences, read_json, write_json_atomic
 from infra.errors import IdentityError, LaunchError
+from infra.memory import allocator_environment
 from infra.owner import owner_environment
 from infra.progress import Progress
 
@@ -79,6 +80,7 @@ def child_environment(threads: int) -> dict[str, str]:
     return {
         **os.environ,
         **owner_environment(),
+        **allocator_environment(),
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_model.py [--shape tiny wide] [--steps 4] [--rounds 3] [--memory] [--profile]
 
-Both run at their best: allocator tuned (glibc reuses freed blocks; ours as `pipelines/work.py` launches training), OLMo-core
+Both run at their best: allocator tuned (ours in huge pages, as training is launched; theirs keeps freed blocks), OLMo-core
 with the fastest of the micro-batches 1, 2, 4, 8.
 Each side runs in its own process; the sides alternate in rounds. The figure of a side is the median over rounds of its
 median step (the first step is left out), in wall and in CPU seconds. A loaded machine spoils both: wall for everybody, CPU
@@ -188,9 +188,9 @@ def child(side: str, shape: str, steps: int, micro: int = 0, tuned: bool = False
     """One side in its own process."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
     if tuned:
-        from pipelines.work import ALLOCATOR
+        from infra.memory import allocator_environment
 
-        env.update(ALLOCATOR)
+        env.update(allocator_environment())
     options = {"--child": side, "--shape": shape, "--steps": str(steps), "--micro": str(micro)}
     command = [sys.executable, __file__, *(word for pair in options.items() for word in pair)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -145,12 +145,12 @@ def trials(
     base: Path, names: Sequence[str], where: Path, *, jobs: int, cache: Path, keep: bool = False, extra: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The records of the named faults, as they come. What a mistake leaves behind in a process reaches no other trial's files."""
-    from pipelines.work import ALLOCATOR
+    from infra.memory import allocator_environment
 
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, initializer=settle, initargs=(cache,)) as pool:
         # Tensors are small: threads of one trial would only wait for each other. Workers read this when they start.
-        with unittest.mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **ALLOCATOR}):
+        with unittest.mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **allocator_environment()}):
             asked = [pool.submit(_named, base, name, where, keep, extra) for name in names]
         yield from (done.result() for done in as_completed(asked))
 

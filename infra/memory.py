@@ -1,0 +1,16 @@
+"""How processes of ours that compute ask for memory.
+
+A training step on a CPU takes and gives back gigabytes of temporaries. In pages of 4 KB a tenth to a quarter of the step goes
+into page faults; keeping freed memory instead (no trimming, no mmap) fragments, and more than doubled the peak at width 512.
+Huge pages cost neither. Where the kernel has none, the setting does nothing.
+"""
+
+import os
+
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def allocator_environment() -> dict[str, str]:
+    """Variables for a child process, read by glibc when it starts; other tunables already set stay."""
+    tunables = [t for t in os.environ.get("GLIBC_TUNABLES", "").split(":") if t and t != HUGE_PAGES]
+    return {"GLIBC_TUNABLES": ":".join([*tunables, HUGE_PAGES]), "MALLOC_ARENA_MAX": "1"}
