@@ -36,12 +36,13 @@ def register(add: Callable[..., argparse.ArgumentParser]) -> None:
 def make_job(recipe: "Recipe", cfg: "LaunchConfig", run: str) -> "Job":
     """The training job of a recipe. `run`: a local directory, or gs://bucket/path for a cloud target."""
     from infra.launch.job import Job
+    from infra.memory import allocator_environment
     from infra.topology import parse
 
     slice_ = parse(cfg.topology) if cfg.topology else None
     name = re.sub(r"[^a-z0-9]+", "-", f"repro-{recipe.name}".lower()).strip("-")[:40].rstrip("-")
     if cfg.target == "local":
-        env = {"OMP_NUM_THREADS": str(cfg.threads), "JAX_PLATFORMS": "cpu"}
+        env = {"OMP_NUM_THREADS": str(cfg.threads), "JAX_PLATFORMS": "cpu", **allocator_environment()}
         return Job(name, "model.train", ("--run", run), env=env)
     return Job(
         name,
