@@ -171,6 +171,7 @@ def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
             f"corpus.manifest={tmp_path}/mix.txt",
             f"corpus.heldout_manifest={tmp_path}/heldout.txt",
             f"corpus.base_dir={tmp_path}",
+            "data.sequence_length=256",
             "data.global_batch_instances=4",
             "train.steps=4",
         ],
