@@ -7,10 +7,15 @@ Huge pages cost neither. Where the kernel has none, the setting does nothing.
 
 import os
 
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
+HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def allocator_environment() -> dict[str, str]:
-    """Variables for a child process, read by glibc when it starts; other tunables already set stay."""
-    tunables = [t for t in os.environ.get("GLIBC_TUNABLES", "").split(":") if t and t != HUGE_PAGES]
-    return {"GLIBC_TUNABLES": ":".join([*tunables, HUGE_PAGES]), "MALLOC_ARENA_MAX": "1"}
+    """Variables for a child process, read by glibc when it starts. What the user has set stays."""
+    tunables = [t for t in os.environ.get("GLIBC_TUNABLES", "").split(":") if t]
+    if not any(t.startswith(f"{HUGE_PAGES}=") for t in tunables):
+        tunables.append(f"{HUGE_PAGES}=1")
+    return {
+        "GLIBC_TUNABLES": ":".join(tunables),
+        "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
+    }

@@ -16,15 +16,31 @@ TAKE = (
 )
 
 
-def test_other_tunables_stay_and_ours_is_said_once(monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1:glibc.malloc.hugetlb=1")
-    assert allocator_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1:glibc.malloc.hugetlb=1"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=2", "glibc.malloc.hugetlb=2"),
+    ],
+)
+def test_what_the_user_tuned_stays(monkeypatch, before, after):
+    monkeypatch.setenv("GLIBC_TUNABLES", before)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    assert allocator_environment() == {"GLIBC_TUNABLES": after, "MALLOC_ARENA_MAX": "3"}
 
 
 @pytest.mark.skipif(
-    not ASKED.exists() or "[never]" in ASKED.read_text(), reason="this kernel gives no huge pages"
+    not ASKED.exists() or "[madvise]" not in ASKED.read_text(),
+    reason="this kernel gives huge pages to all or to none",
 )
-def test_a_large_block_lies_in_huge_pages():
-    env = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", **allocator_environment()}
-    done = subprocess.run([sys.executable, "-c", TAKE], env=env, capture_output=True, text=True, check=True)
-    assert int(done.stdout) >= 48 << 10  # kB, of 64 MB
+def test_a_large_block_lies_in_huge_pages_only_when_asked():
+    def kilobytes(**more: str) -> int:
+        env = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", **more}
+        done = subprocess.run(
+            [sys.executable, "-c", TAKE], env=env, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert kilobytes(GLIBC_TUNABLES="") == 0
+    assert kilobytes(**allocator_environment()) >= 48 << 10  # of 64 MB

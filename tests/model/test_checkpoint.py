@@ -51,8 +51,10 @@ def test_round_trip(tmp_path, spec, state):
 
 
 def test_a_state_of_another_step_is_not_saved(tmp_path, spec, state):
-    with pytest.raises(ReproError, match="saved as step 5 is that of step 0"), Saver(tmp_path) as saver:
+    wanted = pytest.raises(ReproError, match="saved as step 5 is that of step 0")
+    with wanted as refused, Saver(tmp_path) as saver:
         saver.save(5, state, meta(spec))
+    assert refused.value.remedy == "nothing was written; report this"  # not that of a full disk
     assert committed(tmp_path).steps == ()
 
 
