@@ -4,7 +4,7 @@ from typing import Any
 
 from evals.report import evidence, plots
 from evals.report.blocks import Bullets, Figure, Folded, Report, Section, Table, Text
-from evals.report.gather import paired_steps
+from evals.report.records import paired_steps
 from evals.report.words import interval, number, signed
 from evals.verdict import SURFACE_NAMES, Verdict
 

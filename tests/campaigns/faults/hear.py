@@ -126,7 +126,7 @@ def alarms(facts: dict[str, Any]) -> list[Check]:
 def effect(run: Path, facts: dict[str, Any], base: Path | None) -> dict[str, Any]:
     """How much the fault matters: largest |dCE|, held-out difference, KL, and our last weights against the control's."""
     from evals.parity import weights_difference
-    from evals.report.gather import paired_steps
+    from evals.report.records import paired_steps
 
     last = facts["comparisons"].get(str(facts["landmarks"][-1]), {})
     gaps = [abs(b - a) for _, a, b in paired_steps(facts["curves"], "ce")]
