@@ -11,7 +11,7 @@ WHAT ?= data model evals convert
 VENV := .venv
 BIN := $(VENV)/bin
 REPRO := $(BIN)/repro
-FLAGS = --run-dir $(RUN_DIR) $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--debug)
+FLAGS = --run-dir '$(RUN_DIR)' $(foreach s,$(SET),--set '$(s)') $(if $(DEBUG),--debug)
 STAGES := tokenize order init gate reference train convert parity evaluate report
 
 .DEFAULT_GOAL := help
@@ -42,7 +42,7 @@ serve: $(VENV)/.ready ## Prefect UI, deployments, worker and the watch over land
 	@$(REPRO) serve $(RECIPE) $(FLAGS)
 
 status: $(VENV)/.ready ## what is done in a run directory
-	@$(REPRO) status $(RECIPE) --run-dir $(RUN_DIR)
+	@$(REPRO) status $(RECIPE) --run-dir '$(RUN_DIR)'
 
 test: $(VENV)/.ready ## the test suite
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests $(PYTEST_FLAGS)

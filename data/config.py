@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from data.environment import DOMAINS
 from infra.section import Section
 
 DOLMA2_SHA256 = "3ca996cca8afea58b34e95c353e859333592642a5e51d695d7a6dbbaf692dfe9"
@@ -59,6 +60,13 @@ class CorpusConfig(Section):
         return self
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of the judged documents; empty where only a manifest says them."""
+        if self.heldout_manifest or self.kind == "tokens":
+            return ()
+        return DOMAINS if self.kind == "environment" else tuple(s.domain for s in self.sources)
+
+    @property
     def judged(self) -> str:
         """Folder below tokens/ whose documents are judged."""
         return "validation" if self.heldout_manifest and self.kind != "tokens" else "heldout"
@@ -70,9 +78,9 @@ class TokenizerConfig(Section):
     name: str = "allenai/dolma2-tokenizer"
     file: str = ""
     sha256: str = DOLMA2_SHA256
-    vocab_size: int = 100278
-    eos_id: int = 100257
-    pad_id: int = 100277
+    vocab_size: int = Field(100278, ge=1)
+    eos_id: int = Field(100257, ge=0)
+    pad_id: int = Field(100277, ge=0)
     strip: bool = Field(True, description="strip white space around a document first, as AI2's toolkit does")
     literal_eos: Literal["special", "text"] = Field(
         "special", description="a literal <|endoftext|> in a document: the EOS id (AI2's tools) or plain text"
@@ -96,7 +104,7 @@ class DataConfig(Section):
         None, description="OLMo-core's max_target_sequence_length; its chunk is this over sequence_length"
     )
     global_batch_instances: int = Field(512, ge=1)
-    seed: int = 34521
+    seed: int = Field(34521, ge=0)
     epoch: int = Field(1, ge=1)
     order: Literal["olmo-core-pcg64-v1"] = "olmo-core-pcg64-v1"
     filter: FilterConfig = FilterConfig()

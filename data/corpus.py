@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.config import CorpusConfig
-from data.documents import NO_TEXT, Document, Reject, expand_glob, read_documents
+from data.documents import NO_TEXT, Document, Reject, expand_glob, read_documents, writable
 from data.environment import DOMAINS, environment_files
 from data.files import clear_os_errors, gzip_text
 from infra.artifacts import atomic_dir, fingerprint, sha256_file, write_json_atomic
@@ -180,7 +180,7 @@ def _documents(cfg: CorpusConfig) -> dict[str, Iterator[tuple[str, Document | Re
                     id_field=source.id_field,
                     max_bytes=limit,
                 ):
-                    yield path, found
+                    yield writable(path), found
 
     return {domain: read(domain) for domain in dict.fromkeys(source.domain for source in cfg.sources)}
 
@@ -231,7 +231,8 @@ def _require_documents(facts: dict[str, Any]) -> None:
     for domain, d in facts.items():
         for side in ("train", "heldout"):
             if not d[side]["documents"]:
-                remedy = "add documents, or hold out more of them (corpus.heldout_one_in)"
+                share = "fewer" if side == "train" else "more"
+                remedy = f"add documents, or hold out {share} of them (corpus.heldout_one_in)"
                 if NO_TEXT in d["rejected"]:
                     remedy = f"name the field that holds the text: text_field of the sources of {domain}"
                 raise DataError(

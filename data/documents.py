@@ -83,7 +83,10 @@ def expand_glob(pattern: str) -> list[str]:
     """The files a glob matches, sorted by name; matching nothing is an error."""
     import fsspec
 
-    fs, key = fsspec.core.url_to_fs(pattern)
+    try:
+        fs, key = fsspec.core.url_to_fs(pattern)
+    except ValueError as e:
+        raise DataError(f"the glob {pattern} cannot be read: {e}", "give a local path or gs://") from None
     found = sorted(
         str(fs.unstrip_protocol(p)) if "://" in pattern else str(p) for p in fs.glob(key) if fs.isfile(p)
     )
@@ -138,11 +141,16 @@ def _loads() -> Any:
     return orjson.loads
 
 
+def writable(name: str) -> str:
+    """A name that any file can hold: a lone surrogate (a file name in Latin-1, say) becomes its escape."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
 def _one_line(value: Any, fallback: str) -> str:
     """An id as one line of text: boundaries are read line by line (OLMo-core), so no id may hold a newline."""
     if value is None:
         return fallback
-    return " ".join(str(value).splitlines()) if isinstance(value, str) else str(value)
+    return writable(" ".join(str(value).splitlines()))
 
 
 def checked(text: Any, loc: int, id: str, max_bytes: int, strip: bool) -> Document | Reject:
@@ -263,7 +271,7 @@ def read_documents(
     document of white space only is empty. The text itself is passed on unchanged.
     """
     kind = format_of(path, format)
-    name = name or str(path)
+    name = writable(name or str(path))
     with open_bytes(path) as raw, _readable(path):
         if kind == "parquet":
             yield from _read_parquet(raw, name, text_field, id_field, max_bytes, strip)

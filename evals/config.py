@@ -109,4 +109,6 @@ class EvalConfig(Section):
 
         for name in names:
             known(name)
+        if len(set(names)) < len(names):
+            raise ValueError(f"evals.tasks names a task twice: {', '.join(names)}")
         return names

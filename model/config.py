@@ -4,7 +4,7 @@ Architecture facts: `allenai/OLMo-core` @ fa6c5014c, `src/olmo_core/nn/transform
 """
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -53,7 +53,7 @@ class ModelConfig(Section):
     rope_scaling: YarnConfig | None = None
     norm_eps: float = Field(1e-6, gt=0)
     init_std: float = Field(0.02, gt=0)
-    init_seed: int = 0
+    init_seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _shapes(self) -> "ModelConfig":
@@ -96,7 +96,7 @@ class SkipStepConfig(Section):
 class OptimizerConfig(Section):
     """Skip-step AdamW (sheet section 3). Weight decay applies to everything but `embeddings.weight`."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -146,7 +146,7 @@ class HistoryConfig(Section):
     adam_count_at_start: Literal[0, 1] = Field(
         0, description="1: the reference wrote a step-0 checkpoint, which advances Adam's counter once"
     )
-    cold_window_at: tuple[int, ...] = Field(
+    cold_window_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="steps after which the reference restarted and lost its skip window"
     )
 

@@ -42,6 +42,9 @@ OS_REMEDIES = {
     errno.EPERM: "check the permissions, or choose another RUN_DIR",
     errno.EEXIST: "a file stands where the run directory should be: choose another RUN_DIR",
     errno.ENOTDIR: "a file stands where a directory should be: choose another RUN_DIR",
+    errno.EISDIR: "a directory stands where a file should be: choose another RUN_DIR",
+    errno.ENAMETOOLONG: "choose a shorter RUN_DIR",
+    errno.ELOOP: "a symbolic link leads to itself: choose another RUN_DIR",
     errno.EROFS: "the file system is read-only: choose another RUN_DIR",
 }
 # Stages that also take two paths: what they do then, their options, their handler.
@@ -105,8 +108,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parser().parse_args(argv)
-    quiet(args)
     try:
+        quiet(args)
         return remote.dispatch(args)
     except KeyboardInterrupt:
         print("repro: interrupted; the same command continues from what is committed", file=sys.stderr)
@@ -201,7 +204,7 @@ def one_stage(args: argparse.Namespace) -> int:
             f"{run} holds recipe {recipe.name!r}, not {args.recipe!r}",
             "name another --run-dir, or leave the recipe out",
         )
-    if getattr(args, "runner", None):
+    if args.command == "tokenize":
         recipe = tools.with_runner(recipe, args)
     open_run(recipe, run)
     with Lease(run / ".lease", f"repro {args.command}"):
@@ -225,9 +228,17 @@ def stage_or_paths(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """What is done in a run directory."""
-    if not run_of(args).is_dir():
-        raise RecipeError(f"there is no run directory {run_of(args)}", "check --run-dir")
-    print("\n".join(status_lines(run_of(args))))
+    run = run_of(args)
+    if not run.is_dir():
+        raise RecipeError(f"there is no run directory {run}", "check --run-dir")
+    if not (run / "recipe.json").exists():
+        raise RecipeError(f"{run} is not a run directory: it has no recipe.json", "check --run-dir")
+    recipe = read_recipe(run)
+    if args.recipe not in ("tiny", recipe.name):
+        raise RecipeError(f"{run} holds recipe {recipe.name!r}, not {args.recipe!r}", "leave the recipe out")
+    if args.overrides:
+        raise RecipeError("`repro status` takes no --set", "it shows what stands in the run directory")
+    print("\n".join(status_lines(run)))
     return 0
 
 

@@ -19,8 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +28,7 @@ from infra.artifacts import write_json_atomic
 from infra.errors import LaunchError, LeaseError
 from infra.lease import Lease
 from infra.owner import owner_environment
+from pipelines.flows import healthy
 
 POOL = "repro"
 HOST = "127.0.0.1"
@@ -134,15 +133,6 @@ def descendants(pid: int) -> list[int]:
         found += children
         todo += children
     return found
-
-
-def healthy(api: str) -> bool:
-    """Whether a Prefect API answers at this URL."""
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 class Files(SimpleHTTPRequestHandler):

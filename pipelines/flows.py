@@ -9,7 +9,11 @@ everywhere; a cache hit there would not check that the files still stand. Identi
 import contextlib
 import contextvars
 import os
+import subprocess
+import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,13 +124,45 @@ def build_flow() -> Any:
     return reproduce
 
 
+def healthy(api: str) -> bool:
+    """Whether a Prefect API answers at this URL; one that first asks who we are (Prefect Cloud) does."""
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
+            return answer.status == 200
+    except urllib.error.HTTPError as e:
+        return e.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+
+
 def start_server() -> None:
     """Start the server that Prefect's client of this process will use; it ends with us, also when we are killed."""
     from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import get_current_settings
+
+    class Server(SubprocessASGIServer):
+        """Prefect's own temporary server, in a session of its own.
+
+        Ctrl-C in a terminal reaches all of our process group; a flow whose server dies of it never ends, it waits to
+        report that it was interrupted.
+        """
+
+        def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
+            alone = {
+                "PREFECT_UI_ENABLED": "0",
+                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT__SERVER_FINAL": "1",
+            }
+            settings = get_current_settings().to_environment_variables(exclude_unset=True)
+            return subprocess.Popen(
+                [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on",
+                 "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error"],
+                env={**os.environ, **alone, **settings}, start_new_session=True,
+            )  # fmt: skip
 
     end_with_us("prefect.server.api.server")
     try:
-        SubprocessASGIServer().start()
+        Server().start()
     except RuntimeError as e:
         raise LaunchError(
             f"the Prefect server of this run did not start: {e}",
@@ -138,6 +174,9 @@ def run_reproduce(run: Path) -> list[Outcome]:
     """Run the whole chain of a run directory as a Prefect flow, with a server of its own unless one is named."""
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # a failing stage is said once, by `repro`
     prefect_environment(run.parent / ".prefect")
-    if not os.environ.get("PREFECT_API_URL"):
+    api = os.environ.get("PREFECT_API_URL")
+    if not api:
         start_server()
+    elif not healthy(api):
+        raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
     return build_flow()(str(run))

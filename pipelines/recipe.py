@@ -75,6 +75,14 @@ class Recipe(Section):
             raise ValueError(
                 f"model.vocab_size {self.model.vocab_size} is not tokenizer.vocab_size {self.tokenizer.vocab_size}"
             )
+        for field in ("eos_id", "pad_id"):
+            if (token := getattr(self.tokenizer, field)) >= self.tokenizer.vocab_size:
+                raise ValueError(
+                    f"tokenizer.{field} {token} lies outside the vocabulary of {self.tokenizer.vocab_size}"
+                )
+        domain, domains = self.evals.loss_domain, self.corpus.domains
+        if domain and domains and domain not in domains:
+            raise ValueError(f"evals.loss_domain {domain!r} is none of the corpus's: {', '.join(domains)}")
         prompt = self.parity.prompt_tokens or self.data.sequence_length
         if prompt <= self.reference.model.window:
             raise ValueError(
@@ -146,6 +154,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = json.loads(text)
     except ValueError:
         value = text
+    except RecursionError:
+        raise RecipeError(
+            f"{path}: the value is nested too deeply", "give a value of the field's kind"
+        ) from None
     node: Any = tree
     parts = path.split(".")
     for i, part in enumerate(parts):

@@ -147,7 +147,7 @@ def open_run(recipe: Recipe, run: Path, *, fresh: bool = False) -> None:
         if found:
             raise IdentityError(
                 f"{run} was made by another recipe; different: {', '.join(found[:8])}",
-                "FRESH=1 starts over; RUN_DIR=... keeps both",
+                "repeat the overrides it was made with; or FRESH=1 starts over, RUN_DIR=... keeps both",
             )
         return
     run.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def add_convert(sub: argparse.ArgumentParser) -> None:
 def add_runner(sub: argparse.ArgumentParser) -> None:
     """Options of `repro tokenize`: where the Beam job runs. Its output does not depend on them."""
     sub.add_argument("--runner", choices=("direct", "dask", "flink", "dataflow"), default=None)
-    sub.add_argument("--processes", type=int, default=1, help="worker processes (direct, dask)")
+    sub.add_argument("--processes", type=int, default=None, help="worker processes (direct, dask)")
     sub.add_argument(
         "--beam",
         action="append",
@@ -56,12 +56,13 @@ def add_runner(sub: argparse.ArgumentParser) -> None:
 
 
 def with_runner(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
-    """The recipe with the tokenize job's runner as given on the command line."""
-    given = {
+    """The recipe with what the command line says about the tokenize job's runner."""
+    said = {
         "tokenize_runner": args.runner,
         "tokenize_processes": args.processes,
-        "tokenize_options": tuple(args.beam),
+        "tokenize_options": tuple(args.beam) or None,
     }
+    given = {field: value for field, value in said.items() if value is not None}
     return recipe.model_copy(update={"launch": recipe.launch.model_copy(update=given)})
 
 

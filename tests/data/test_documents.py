@@ -3,9 +3,11 @@
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -80,16 +82,24 @@ def test_every_kind_of_bad_document_is_named(tmp_path):
         b'{"id": 7, "text": "integer id"}',
         b'{"id": "new\\nline", "text": "an id over two lines"}',
         b'{"text": "no id"}',
+        b'{"id": "lone\\ud800", "text": "an id that UTF-8 cannot hold"}',
     ]
     path.write_bytes(b"\n".join(lines))
     found = list(read_documents(path, max_bytes=500, name="src"))
     assert [(f.reason if isinstance(f, Reject) else f.id) for f in found] == [
         "ok", "empty", "empty", "empty", "not UTF-8", "not UTF-8", "not JSON", "not JSON",
-        "no text field", "no text field", "over-long", "7", "new line", "src:14",
+        "no text field", "no text field", "over-long", "7", "new line", "src:14", "lone\\ud800",
     ]  # fmt: skip
-    assert [f.loc for f in found] == list(range(1, 15))
+    assert [f.loc for f in found] == list(range(1, 16))
     kept = list(read_documents(path, max_bytes=500, strip=False))
     assert kept[2] == Document(" \n\t ", "w", 3)
+
+
+def test_a_file_name_that_is_no_utf8_gives_an_id_that_can_be_written(tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9.txt")
+    Path(path).write_text("text")
+    (found,) = read_documents(path)
+    assert found.id == f"{tmp_path}/caf\\udce9.txt" and found.text == "text"
 
 
 def test_over_long_counts_bytes_of_text(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,43 @@ def test_recipes_name_their_remote_target():
         from pipelines.work import train
 
         train(load_recipe("tiny", ["launch.target=gke"]), Path("/nowhere"))
+
+
+def test_ctrl_c_in_a_terminal_ends_a_flow_within_seconds(tmp_path):
+    """A terminal sends SIGINT to the whole process group. The server must outlive it, or the flow waits for it for ever."""
+    code = """
+import time
+from pathlib import Path
+from pipelines.flows import prefect_environment, start_server
+prefect_environment(Path("home"))
+start_server()
+from prefect import flow
+@flow
+def waits():
+    print("in the flow", flush=True)
+    time.sleep(120)
+waits()
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | {
+        "PREFECT_API_URL": "",
+        "PREFECT_HOME": str(tmp_path / "home"),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout and process.stdout.readline() == "in the flow\n"
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(20) != 0
+        finally:
+            process.kill()
+
+
+def test_a_server_that_is_named_and_does_not_answer_is_one_message(tmp_path, monkeypatch, capfd):
+    from pipelines import cli
+
+    monkeypatch.setattr(cli, "quiet", lambda args: None)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert main(["reproduce", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "no Prefect server answers at http://127.0.0.1:9/api" in capfd.readouterr().err

@@ -192,12 +192,17 @@ def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
     [
         (["tokenize", "--run-dir", "{file}"], "a file stands where the run directory should be"),
         (["tokenize", "--run-dir", "{file}/run"], "choose another RUN_DIR"),
+        (["tokenize", "--run-dir", "a" * 300], "choose a shorter RUN_DIR"),
+        (["status", "--run-dir", "{folder}"], "a directory stands where a file should be"),
         (["report", "--run-dir", "{new}"], "is not a run directory"),
         (["tokenize", "--run-dir", "{new}", "--set", "evals.bounds.heldout_loss=Infinity"], "finite number"),
         (["tokenize", "--run-dir", "{new}", "--set", "evals.tasks=[]"], "evals.tasks"),
         (["tokenize", "--run-dir", "{new}", "--set", 'evals.tasks=["piqa","mmlu"]'], "known tasks: arc_easy"),
         (["tokenize", "--run-dir", "{new}", "--set", "corpus.sources.0.glob=x"], "corpus.sources=JSON"),
         (["status", "--run-dir", "{new}"], "there is no run directory"),
+        (["status", "--run-dir", "{empty}"], "is not a run directory: it has no recipe.json"),
+        (["status", "olmo3_190m", "--run-dir", "{run}"], "holds recipe 'tiny', not 'olmo3_190m'"),
+        (["tokenize", "--run-dir", "{empty}", "--processes", "0"], "0 processes are not possible"),
         (["order", "--run-dir", "{cut}"], "restore it, or FRESH=1 starts over"),
         (["order", "olmo3_190m", "--run-dir", "{run}"], "holds recipe 'tiny', not 'olmo3_190m'"),
         (["order", "--run-dir", "{run}"], "run `repro tokenize --run-dir"),
@@ -211,12 +216,15 @@ def test_what_a_user_gets_wrong_is_one_message(tmp_path, capfd, monkeypatch, arg
     from pipelines import cli
 
     monkeypatch.setattr(cli, "quiet", lambda args: None)  # it sets the environment of this whole process
-    places = {name: tmp_path / name for name in ("file", "new", "run", "list", "torn", "cut")}
+    places = {name: tmp_path / name for name in ("file", "new", "run", "list", "torn", "cut", "empty")}
     places["file"].write_text("not a directory")
     for name in ("run", "torn"):
         open_run(load_recipe("tiny"), places[name])
     write_json_atomic(places["torn"] / "stages" / "tokenize.json", {})
     write_json_atomic(places["list"] / "recipe.json", [])
+    places["folder"] = tmp_path / "folder"
+    (places["folder"] / "recipe.json").mkdir(parents=True)
+    places["empty"].mkdir()
     places["cut"].mkdir()
     (places["cut"] / "recipe.json").write_text('{"name": "ti')
     assert cli.main([a.format(**places) for a in arguments]) == 2
