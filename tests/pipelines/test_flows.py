@@ -11,6 +11,7 @@ import pytest
 
 from infra.artifacts import fingerprint
 from infra.errors import IdentityError, RecipeError
+from infra.owner import start_time, started_by
 from pipelines.cli import main
 from pipelines.recipe import load_recipe, recipe_names
 
@@ -186,6 +187,9 @@ waits()
     ) as process:  # fmt: skip
         try:
             assert process.stdout and process.stdout.readline() == "in the flow\n"
+            owner = f"{process.pid}:{start_time(process.pid)}"
+            servers = started_by(owner, "prefect.server.api.server")
+            assert servers and all(os.getpgid(pid) != process.pid for pid in servers)
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(20) != 0
         finally:
