@@ -223,7 +223,9 @@ def build_corpus(cfg: CorpusConfig, out: str | Path) -> dict[str, Any]:
         }
         write_json_atomic(tmp / "corpus.json", described)
     documents, size = (sum(d["train"][key] for d in facts.values()) for key in ("documents", "bytes"))
-    progress.finish(f"{documents} documents, {size / MEGABYTE:.1f} MB")
+    aside = sum(described["rejected"].values())
+    said = f", {aside} set aside (corpus/rejected.jsonl.gz says which and why)" if aside else ""
+    progress.finish(f"{documents} documents, {size / MEGABYTE:.1f} MB{said}")
     return described
 
 

@@ -100,7 +100,7 @@ def files_config(folder, **changes):
     return CorpusConfig(**{"kind": "files", "sources": sources, "heldout_one_in": 4, **changes})
 
 
-def test_files_are_split_by_the_same_rule(own, tmp_path):
+def test_files_are_split_by_the_same_rule(own, tmp_path, capsys):
     out = tmp_path / "corpus"
     described = build_corpus(files_config(own), out)
     web = described["domains"]["web"]
@@ -108,6 +108,7 @@ def test_files_are_split_by_the_same_rule(own, tmp_path):
     assert [r["id"] for r in web["rejected_names"]] == ["empty", f"{own}/a.jsonl:202", f"{own}/a.jsonl:203"]
     assert web["duplicates"] == 2
     assert described["rejected"] == web["rejected"]
+    assert "3 set aside (corpus/rejected.jsonl.gz says which and why)" in capsys.readouterr().err
     train, held = documents(out, described, "train"), documents(out, described, "heldout")
     kept = web["train"]["documents"] + web["heldout"]["documents"] + web["heldout_over_limit"]
     assert kept + web["duplicates"] + 3 == 205
