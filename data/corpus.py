@@ -205,6 +205,7 @@ def build_corpus(cfg: CorpusConfig, out: str | Path) -> dict[str, Any]:
                     domain.close()
                 facts[name] = domain.facts()
         _require_documents(facts)
+        rejects = sum((Counter(d["rejected"]) for d in facts.values()), Counter[str]())
         sides = [d[side] for d in facts.values() for side in ("train", "heldout")]
         files = {shard: sha256_file(tmp / shard) for side in sides for shard in side["shards"]}
         described = {
@@ -217,13 +218,11 @@ def build_corpus(cfg: CorpusConfig, out: str | Path) -> dict[str, Any]:
                 side: sum(d[side]["documents"] for d in facts.values()) for side in ("train", "heldout")
             },
             "bytes": {side: sum(d[side]["bytes"] for d in facts.values()) for side in ("train", "heldout")},
-            "rejected": dict(
-                sorted(sum((Counter(d["rejected"]) for d in facts.values()), Counter[str]()).items())
-            ),
+            "rejected": dict(sorted(rejects.items())),
         }
         write_json_atomic(tmp / "corpus.json", described)
     documents, size = (sum(d["train"][key] for d in facts.values()) for key in ("documents", "bytes"))
-    aside = sum(described["rejected"].values())
+    aside = rejects.total()
     said = f", {aside} set aside (corpus/rejected.jsonl.gz says which and why)" if aside else ""
     progress.finish(f"{documents} documents, {size / MEGABYTE:.1f} MB{said}")
     return described
