@@ -165,8 +165,10 @@ def test_recipes_name_their_remote_target():
 def test_ctrl_c_in_a_terminal_ends_a_flow_within_seconds(tmp_path):
     """A terminal sends SIGINT to the whole process group. The server must outlive it, or the flow waits for it for ever."""
     code = """
+import signal
 import time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 from pipelines.flows import prefect_environment, start_server
 prefect_environment(Path("home"))
 start_server()
