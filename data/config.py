@@ -64,7 +64,7 @@ class CorpusConfig(Section):
         """The domains of the judged documents; empty where only a manifest says them."""
         if self.heldout_manifest or self.kind == "tokens":
             return ()
-        return DOMAINS if self.kind == "environment" else tuple(s.domain for s in self.sources)
+        return DOMAINS if self.kind == "environment" else tuple(dict.fromkeys(s.domain for s in self.sources))
 
     @property
     def judged(self) -> str:

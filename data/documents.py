@@ -85,7 +85,7 @@ def expand_glob(pattern: str) -> list[str]:
 
     try:
         fs, key = fsspec.core.url_to_fs(pattern)
-    except ValueError as e:
+    except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is not installed
         raise DataError(f"the glob {pattern} cannot be read: {e}", "give a local path or gs://") from None
     found = sorted(
         str(fs.unstrip_protocol(p)) if "://" in pattern else str(p) for p in fs.glob(key) if fs.isfile(p)

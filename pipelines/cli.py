@@ -190,6 +190,15 @@ def reproduce(args: argparse.Namespace) -> int:
     return print_verdict(run)
 
 
+def require_name(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Refuse a recipe name that is not the run directory's; `tiny` is also what stands when none is given."""
+    if args.recipe not in ("tiny", recipe.name):
+        raise RecipeError(
+            f"{run_of(args)} holds recipe {recipe.name!r}, not {args.recipe!r}",
+            "name another --run-dir, or leave the recipe out",
+        )
+
+
 def one_stage(args: argparse.Namespace) -> int:
     """One stage of a run directory, which is made if it does not stand."""
     run = run_of(args)
@@ -199,11 +208,7 @@ def one_stage(args: argparse.Namespace) -> int:
     recipe: Recipe = (
         read_recipe(run) if stands and not args.overrides else load_recipe(args.recipe, args.overrides)
     )
-    if args.recipe not in ("tiny", recipe.name):
-        raise RecipeError(
-            f"{run} holds recipe {recipe.name!r}, not {args.recipe!r}",
-            "name another --run-dir, or leave the recipe out",
-        )
+    require_name(args, recipe)
     if args.command == "tokenize":
         recipe = tools.with_runner(recipe, args)
     open_run(recipe, run)
@@ -234,8 +239,7 @@ def status(args: argparse.Namespace) -> int:
     if not (run / "recipe.json").exists():
         raise RecipeError(f"{run} is not a run directory: it has no recipe.json", "check --run-dir")
     recipe = read_recipe(run)
-    if args.recipe not in ("tiny", recipe.name):
-        raise RecipeError(f"{run} holds recipe {recipe.name!r}, not {args.recipe!r}", "leave the recipe out")
+    require_name(args, recipe)
     if args.overrides:
         raise RecipeError("`repro status` takes no --set", "it shows what stands in the run directory")
     print("\n".join(status_lines(run)))

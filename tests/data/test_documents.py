@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -176,3 +177,9 @@ def test_memory_is_bounded_whatever_the_size_of_file_and_document(tmp_path, endi
     count, extra = map(int, out.stdout.split())
     assert count == 302
     assert extra < 40_000, f"{extra} KB more than before"
+
+
+@pytest.mark.parametrize("glob", ["foo://bucket/*.jsonl", "sftp://host/*.jsonl"])
+def test_a_glob_of_another_protocol_is_named(glob):
+    with pytest.raises(DataError, match=rf"the glob {re.escape(glob)} cannot be read(.|\n)*gs://"):
+        expand_glob(glob)

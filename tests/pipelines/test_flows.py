@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from infra.artifacts import fingerprint
 from infra.errors import IdentityError, RecipeError
 from infra.owner import start_time, started_by
 from pipelines.cli import main
+from pipelines.flows import healthy
 from pipelines.recipe import load_recipe, recipe_names
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +196,7 @@ waits()
             servers = started_by(owner, "prefect.server.api.server")
             assert servers and all(os.getpgid(pid) != process.pid for pid in servers)
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(20) != 0
+            assert process.wait(10) != 0
         finally:
             process.kill()
 
@@ -205,3 +208,20 @@ def test_a_server_that_is_named_and_does_not_answer_is_one_message(tmp_path, mon
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     assert main(["reproduce", "--run-dir", str(tmp_path / "run")]) == 2
     assert "no Prefect server answers at http://127.0.0.1:9/api" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "answers"), [(200, True), (401, True), (403, True), (404, False), (503, False)]
+)
+def test_a_server_that_asks_for_a_key_answers(status, answers):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/api/health" else 500)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert healthy(f"http://127.0.0.1:{server.server_port}/api") is answers
