@@ -65,12 +65,15 @@ def localise(
     ours = layer_params(params, model)
     rows = outer_rows(params, model, top, tokens)
     blocks: list[Row] = []
-    for i, (trace, p, kind) in enumerate(zip(layers, ours, model.layer_kinds)):
+    for i, (trace, p, kind) in enumerate(zip(layers, ours, model.layer_kinds)):  # the common ones
         rows += layer_rows(i, trace, p, model, kind)
         blocks.append(block_row(i, trace, p, model, kind, numerics or NumericsConfig()))
     rows.sort(key=lambda r: r.layer if r.part == "embedding" or r.layer >= 0 else len(layers))
     bad = [r for r in rows if r.drifts]
     causes = explain(bad, Tensors(Path(hf_dir)), params, model, layers, ours) if bad else []
+    same_depth = len(layers) == model.n_layers
+    if not same_depth:
+        causes.insert(0, f"depth: ours has {model.n_layers} layers, the reference {len(layers)}")
     wiring = [r for r in blocks if r.drifts]
     if wiring and not bad:
         causes.append(
@@ -78,7 +81,7 @@ def localise(
         )
     return {
         "kind": "localise",
-        "ok": not bad and not wiring,
+        "ok": not bad and not wiring and same_depth,
         "first": as_dict(bad[0] if bad else wiring[0]) if bad or wiring else None,
         "causes": causes,
         "rows": [as_dict(r) for r in rows],

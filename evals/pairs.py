@@ -9,17 +9,19 @@ whose limit is measured: A in bf16 against A in fp32, times BF16_MARGIN. The sur
 is still gated at fp32 limits, by rounding our weights the same way first.
 """
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from evals.agreement import LogitFunction
 from evals.config import ParityConfig
 from evals.parity import check_prompts, compare_functions, describe_worst, hf_logits, jax_logits, require
-from infra.artifacts import read_json, write_json_atomic
+from infra.artifacts import write_json_atomic
 from infra.errors import RecipeError
 from model.config import ModelConfig, NumericsConfig
 from model.convert import stream
@@ -48,7 +50,7 @@ def side(path: str | Path, implementation: Implementation, model: ModelConfig | 
     source = stream.open_source(path, model)
     builders: dict[str, Callable[[Mode], LogitFunction]] = {
         "jax": lambda mode: in_jax(source, mode),
-        "transformers": lambda mode: in_transformers(path, source, mode),
+        "transformers": lambda mode: in_transformers(source, mode),
         "olmo-core": lambda mode: in_olmo_core(source, mode),
     }
     if implementation not in builders:
@@ -69,16 +71,23 @@ def in_jax(source: stream.Source, mode: Mode) -> LogitFunction:
     return lambda tokens: run(tokens)[:, : source.rows]
 
 
-def in_transformers(path: Path, source: stream.Source, mode: Mode, attention: Any = "sdpa") -> LogitFunction:
-    """transformers; a checkpoint of another form is first written as HF, in fp32, to a temporary directory."""
-    dtype = "float32" if mode == "fp32" else "bfloat16"
-    if source.kind == "hf":
-        return hf_logits(path, attention=attention, dtype=dtype)
+@contextlib.contextmanager
+def as_hf(source: stream.Source) -> Iterator[Path]:
+    """An HF directory of the source: itself, or one written to a temporary place, in fp32 with every row."""
+    if source.kind == "hf" and source.path is not None:
+        yield source.path
+        return
     with tempfile.TemporaryDirectory() as folder:
         stream.convert(
-            path, Path(folder) / "hf", model=source.model, dtype="float32", keep_padding=True, eos_id=None, pad_id=None
-        )  # fmt: skip
-        return hf_logits(Path(folder) / "hf", attention=attention, dtype=dtype)
+            source, Path(folder) / "hf", dtype="float32", keep_padding=True, eos_id=None, pad_id=None
+        )
+        yield Path(folder) / "hf"
+
+
+def in_transformers(source: stream.Source, mode: Mode) -> LogitFunction:
+    """transformers; a checkpoint of another form is written as HF first."""
+    with as_hf(source) as folder:
+        return hf_logits(folder, dtype="float32" if mode == "fp32" else "bfloat16")
 
 
 def in_olmo_core(source: stream.Source, mode: Mode) -> LogitFunction:
@@ -141,16 +150,19 @@ def compare(
     return result
 
 
-def noise_floor(hf_dir: str | Path, prompts: np.ndarray) -> dict[str, dict[str, Any]]:
-    """The reference against itself: eager against fused attention in fp32, and bf16 against fp32."""
-    source = stream.open_source(hf_dir)
+def noise_floor(
+    path: str | Path, prompts: np.ndarray, model: ModelConfig | None = None
+) -> dict[str, dict[str, Any]]:
+    """The checkpoint in `path` in transformers, against itself: eager against fused attention in fp32, and bf16 against fp32."""
+    source = stream.open_source(path, model)
     check_prompts(prompts, source.model)
     W = source.model.window
-    exact = hf_logits(hf_dir)
-    pairs = {
-        "transformers fp32: eager against sdpa": hf_logits(hf_dir, attention="eager"),
-        "transformers: bf16 against fp32": hf_logits(hf_dir, dtype="bfloat16"),
-    }
+    with as_hf(source) as folder:
+        exact = hf_logits(folder)
+        pairs = {
+            "transformers fp32: eager against sdpa": hf_logits(folder, attention="eager"),
+            "transformers: bf16 against fp32": hf_logits(folder, dtype="bfloat16"),
+        }
     return {name: compare_functions(exact, other, prompts, W) for name, other in pairs.items()}
 
 
@@ -171,49 +183,54 @@ def export_checked(
 ) -> dict[str, Any]:
     """Export `source` to the HF directory `out`, which appears only if transformers reproduces our logits.
 
-    `origin`: where the source came from (`model.convert.sources.resolve`), kept in the lineage. `no_parity` skips
-    the gate and leaves that in `out/conversion.json`, where the report finds it. Returns the lineage.
-    Raises ParityError (and leaves nothing at `out`) when the gate fails.
+    A source in HF's form must also have the logits that transformers gives itself: a config that we misread would
+    otherwise be judged by our own reading. `origin`: where the source came from (`model.convert.sources.resolve`), kept
+    in the lineage. `no_parity` skips the gate and leaves that in `out/conversion.json`, where the report finds it.
+    Returns the lineage. Raises ParityError (and leaves nothing at `out`) when the gate fails.
     """
-    import ml_dtypes
+    found = stream.open_source(source, model)
+    if not no_parity:
+        check_prompts(prompts, found.model)
 
-    out = Path(out)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.gate-") as folder:
-        staged = Path(folder) / "hf"
-        stream.convert(
-            source, staged, model=model, dtype=dtype, keep_padding=keep_padding, context_length=context_length, eos_id=eos_id,
-            pad_id=pad_id,
-        )  # fmt: skip
-        lineage = read_json(staged / stream.LINEAGE)
-        if origin is not None:
-            lineage["origin"] = origin
-        lineage["parity"] = {"checked": False, "why": "exported with --no-parity"}
-        if not no_parity:
-            found = stream.open_source(source, model)
-            check_prompts(prompts, found.model)
-            params = params_of(found)
-            if dtype == "bfloat16":
-                params = map_leaves(lambda w: w.astype(ml_dtypes.bfloat16).astype(np.float32), params)
-            figures = compare_functions(
-                hf_logits(staged), jax_logits(params, found.model), prompts, found.model.window
-            )
-            kl = max(figures["kl_max"], figures["reverse_kl_max"])
-            verdict = {
-                **figures,
-                "kind": "logits",
-                "ok": figures["max"] <= cfg.max_logit_difference and kl <= cfg.max_kl,
-                "where": describe_worst(figures),
-            }
-            require(verdict, f"the export of {source}")
-            lineage["parity"] = {
-                "checked": True,
-                "max": figures["max"],
-                "kl_max": kl,
-                "prompts": list(prompts.shape),
-            }
-        write_json_atomic(staged / stream.LINEAGE, lineage)
-        staged.rename(out)
-    return lineage
+    def finish(staged: Path) -> dict[str, Any]:
+        came = {"origin": origin} if origin is not None else {}
+        if no_parity:
+            return {**came, "parity": {"checked": False, "why": "exported with --no-parity"}}
+        return {**came, "parity": gate(found, staged, prompts, cfg, rounded=dtype == "bfloat16")}
+
+    return stream.convert(
+        found, out, dtype=dtype, keep_padding=keep_padding, context_length=context_length, eos_id=eos_id, pad_id=pad_id,
+        finish=finish,
+    )  # fmt: skip
+
+
+def gate(
+    source: stream.Source, staged: Path, prompts: np.ndarray, cfg: ParityConfig, *, rounded: bool
+) -> dict[str, Any]:
+    """Parity of the export in `staged` with its source, for the lineage. Raises ParityError where there is none."""
+    params = params_of(source)
+    if rounded:
+        params = map_leaves(lambda w: w.astype(ml_dtypes.bfloat16).astype(np.float32), params)
+    sides = {"ours": jax_logits(params, source.model)}
+    if source.kind == "hf" and source.path is not None:
+        sides["source"] = hf_logits(source.path, rounded=rounded)
+    exported, worst = hf_logits(staged), {"max": 0.0, "kl_max": 0.0}
+    for name, side in sides.items():
+        figures = compare_functions(exported, side, prompts, source.model.window)
+        kl = max(figures["kl_max"], figures["reverse_kl_max"])
+        verdict = {
+            **figures,
+            "kind": "logits",
+            "ok": figures["max"] <= cfg.max_logit_difference and kl <= cfg.max_kl,
+            "where": describe_worst(figures),
+        }
+        require(
+            verdict,
+            f"the export of {source.path}" + (" (against it in transformers)" if name == "source" else ""),
+            "convert it with --no-parity, then `repro parity OUT SOURCE --localise` names the first block that drifts",
+        )
+        worst = {"max": max(worst["max"], figures["max"]), "kl_max": max(worst["kl_max"], kl)}
+    return {"checked": True, "against": sorted(sides), **worst, "prompts": list(prompts.shape)}
 
 
 def map_leaves(fn: Callable[[np.ndarray], np.ndarray], tree: dict[str, Any]) -> dict[str, Any]:

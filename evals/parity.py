@@ -82,11 +82,15 @@ def jax_logits(params: Any, model: ModelConfig, numerics: NumericsConfig | None 
 
 
 def hf_logits(
-    hf_dir: str | Path, *, attention: Literal["sdpa", "eager"] = "sdpa", dtype: str = "float32"
+    hf_dir: str | Path,
+    *,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    dtype: str = "float32",
+    rounded: bool = False,
 ) -> LogitFunction:
     """transformers' `Olmo3ForCausalLM` from a local directory, as a function like `jax_logits`.
 
-    Raises ParityError if loading leaves any weight missing, unexpected or misshaped: transformers only warns.
+    `rounded`: every weight goes through bf16 first. Raises ParityError if loading leaves any weight missing, unexpected or misshaped: transformers only warns.
     """
     import torch
     from transformers import Olmo3ForCausalLM
@@ -114,6 +118,9 @@ def hf_logits(
             "export it again; a newly initialised weight is no weight",
         )
     model.eval()
+    if rounded:
+        for p in model.parameters():
+            p.data = p.data.bfloat16().to(p.dtype)
 
     def run(tokens: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
@@ -188,7 +195,10 @@ def describe_worst(found: dict[str, Any]) -> str:
     )
 
 
-def require(result: dict[str, Any], what: str) -> dict[str, Any]:
+LOCALISE = "`repro parity A B --localise` names the first block that drifts"
+
+
+def require(result: dict[str, Any], what: str, remedy: str = LOCALISE) -> dict[str, Any]:
     """`result` if it is ok; otherwise ParityError that says how far off and where."""
     if result["ok"]:
         return result
@@ -197,9 +207,7 @@ def require(result: dict[str, Any], what: str) -> dict[str, Any]:
         text = f"max |difference| {result['max']:.3g}, KL {kl:.3g}; worst at {result['where']}"
     else:
         text = "; ".join(result["failures"])
-    raise ParityError(
-        f"{what} fails parity: {text}", "`repro parity A B --localise` names the first block that drifts"
-    )
+    raise ParityError(f"{what} fails parity: {text}", remedy)
 
 
 # ---------------------------------------------------------------- training

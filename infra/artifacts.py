@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -68,16 +68,20 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def sha256_files(paths: Iterable[str | Path]) -> list[str]:
+    """sha256 (hex) of every file, in order. Two at a time: hashing lets go of the interpreter."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return list(pool.map(sha256_file, paths))
+
+
 def digest_tree(root: Path) -> dict[str, dict[str, Any]]:
     """`{relative path: {"sha256", "bytes"}}` of every file below `root`, or of `root` itself if it is a file."""
     if root.is_file():
         return {"": {"sha256": sha256_file(root), "bytes": root.stat().st_size}}
     files = sorted(p for p in root.rglob("*") if p.is_file())
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing lets go of the interpreter
-        digests = list(pool.map(sha256_file, files))
     return {
         p.relative_to(root).as_posix(): {"sha256": d, "bytes": p.stat().st_size}
-        for p, d in zip(files, digests)
+        for p, d in zip(files, sha256_files(files))
     }
 
 

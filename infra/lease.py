@@ -20,8 +20,14 @@ class Lease:
     Raises LeaseError that names the owner when another live process holds it.
     """
 
-    def __init__(self, path: str | Path, what: str, wait_seconds: float = 0.0):
-        self.path, self.what, self.wait_seconds = Path(path), what, wait_seconds
+    def __init__(
+        self,
+        path: str | Path,
+        what: str,
+        wait_seconds: float = 0.0,
+        remedy: str = "wait until it ends, stop it, or choose another RUN_DIR",
+    ):
+        self.path, self.what, self.wait_seconds, self.remedy = Path(path), what, wait_seconds, remedy
         self._fd = -1
 
     def __enter__(self) -> "Lease":
@@ -39,10 +45,7 @@ class Lease:
                 owner = self._owner()
                 os.close(self._fd)
                 self._fd = -1
-                raise LeaseError(
-                    f"{self.path.parent} is in use by {owner}",
-                    "wait until it ends, stop it, or choose another RUN_DIR",
-                ) from None
+                raise LeaseError(f"{self.path.parent} is in use by {owner}", self.remedy) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(
             self._fd, json.dumps({"pid": os.getpid(), "what": self.what, "since": time.time()}).encode(), 0

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infra.artifacts import digest_tree, read_json, versions, write_json_atomic
+from infra.artifacts import digest_tree, read_json, sha256_files, versions, write_json_atomic
 from infra.errors import IdentityError, ReproError
 from model.config import ModelConfig
 
@@ -48,8 +48,11 @@ def step_dir(root: Path, step: int) -> Path:
     return Path(root) / f"step{step}"
 
 
-def problem(directory: Path, verify: bool = False) -> str | None:
-    """Why `directory` is not a committed checkpoint; None if it is one. `verify` also checks every digest."""
+def problem(directory: Path, verify: bool = False, parts: tuple[str, ...] = ()) -> str | None:
+    """Why `directory` is not a committed checkpoint; None if it is one.
+
+    `verify` also checks every digest, or those of the files and folders `parts`.
+    """
     if not (directory / MANIFEST).is_file():
         return "no manifest: half-written"
     try:
@@ -69,9 +72,9 @@ def problem(directory: Path, verify: bool = False) -> str | None:
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             return f"{name} is missing or has another size"
     if verify:
-        actual = digest_tree(directory)
-        for name, entry in files.items():
-            if actual.get(name, {}).get("sha256") != entry["sha256"]:
+        names = [n for n in files if not parts or n.split("/")[0] in parts]
+        for name, digest in zip(names, sha256_files(directory / n for n in names)):
+            if digest != files[name]["sha256"]:
                 return f"{name} is corrupt: its digest differs from the manifest"
     return None
 

@@ -38,14 +38,15 @@ from pipelines.stages import (
 OS_REMEDIES = {
     errno.ENOSPC: "free some space and run the same command again; nothing half-written counts as done",
     errno.EDQUOT: "free some space and run the same command again; nothing half-written counts as done",
-    errno.EACCES: "check the permissions, or choose another RUN_DIR",
-    errno.EPERM: "check the permissions, or choose another RUN_DIR",
-    errno.EEXIST: "a file stands where the run directory should be: choose another RUN_DIR",
-    errno.ENOTDIR: "a file stands where a directory should be: choose another RUN_DIR",
-    errno.EISDIR: "a directory stands where a file should be: choose another RUN_DIR",
-    errno.ENAMETOOLONG: "choose a shorter RUN_DIR",
-    errno.ELOOP: "a symbolic link leads to itself: choose another RUN_DIR",
-    errno.EROFS: "the file system is read-only: choose another RUN_DIR",
+    errno.EFBIG: "a file may not grow so large here: raise the limit (`ulimit -f`) and run the same command again",
+    errno.EACCES: "check the permissions, or choose another place (RUN_DIR, OUT)",
+    errno.EPERM: "check the permissions, or choose another place (RUN_DIR, OUT)",
+    errno.EEXIST: "a file stands where a directory should be: choose another place (RUN_DIR, OUT)",
+    errno.ENOTDIR: "a file stands where a directory should be: choose another place (RUN_DIR, OUT)",
+    errno.EISDIR: "a directory stands where a file should be: choose another place (RUN_DIR, OUT)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "a symbolic link leads to itself: choose another place (RUN_DIR, OUT)",
+    errno.EROFS: "the file system is read-only: choose another place (RUN_DIR, OUT)",
 }
 # Stages that also take two paths: what they do then, their options, their handler.
 ON_TWO_PATHS: dict[str, tuple[str, Callable, Callable]] = {

@@ -5,6 +5,7 @@ held-out tokens of a run directory (found above A, or named with --run-dir), nev
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def add_parity(sub: argparse.ArgumentParser) -> None:
         "--localise", action="store_true", help="name the first sub-block that differs (A: HF, B: ours)"
     )
     sub.add_argument(
-        "--floor", action="store_true", help="measure the noise floor of A (an HF directory) as well"
+        "--floor", action="store_true", help="measure the noise floor of A in transformers as well"
     )
     sub.add_argument("--out", default="", help="write the result as JSON")
 
@@ -95,6 +96,7 @@ def parity(args: argparse.Namespace) -> int:
     from pipelines.stages import read_recipe
     from pipelines.work import parity_prompts
 
+    check_file_place(args.out)
     a, b = (Path(resolve(t)[0]) for t in args.targets)
     names = args.implementations.split(",")
     if len(names) != 2:
@@ -127,24 +129,37 @@ def parity(args: argparse.Namespace) -> int:
         )
     print(f"worst: {found['where']}")
     if args.floor:
-        for name, floor in pairs.noise_floor(a, prompts).items():
+        for name, floor in pairs.noise_floor(a, prompts, undescribed(a, recipe)).items():
             print(f"noise floor, {name}: max {floor['max']:.3g}, KL {floor['kl_max']:.3g}")
     if args.localise:
         from model.convert import stream
 
         source = stream.open_source(b, undescribed(b, recipe))
-        print(localise.table(localise.localise(a, pairs.params_of(source), source.model, prompts[0])))
+        located = localise.localise(a, pairs.params_of(source), source.model, prompts[0])
+        print(localise.table(located))
+        found["ok"] = found["ok"] and located["ok"]
     print("PARITY" if found["ok"] else "NO PARITY")
     return 0 if found["ok"] else 1
+
+
+def check_file_place(path: str) -> None:
+    """Refuse a place for a result that cannot be written, before anything is computed. Nothing is said of ''."""
+    above = next((p for p in Path(path).absolute().parents if p.exists()), Path("/"))
+    if path and (Path(path).is_dir() or not above.is_dir() or not os.access(above, os.W_OK)):
+        raise RecipeError(
+            f"--out {path} is no place for a file", "name a file in a directory that can be written"
+        )
 
 
 def convert(args: argparse.Namespace) -> int:
     """A checkpoint (ours, HF or OLMo-core) to HF safetensors, through the parity gate."""
     from evals.pairs import export_checked
     from model.convert.sources import resolve
+    from model.convert.stream import free_place
     from pipelines.stages import read_recipe
     from pipelines.work import parity_prompts
 
+    free_place(args.targets[1])
     resolved = resolve(args.targets[0])
     source, out = Path(resolved.path), Path(args.targets[1])
     run = run_above(source, args.run_dir)

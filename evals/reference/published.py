@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from infra.artifacts import write_json_atomic
 from infra.errors import IdentityError, RecipeError
 from model.config import ModelConfig
 from model.convert.names import Entry
@@ -47,11 +46,11 @@ def bring(
             f"the weights at {pattern.replace('{step}', str(step))} {what}: to train from them is another run than the reference's",
             "give the fp32 original (AI2's OLMo-core checkpoint of this step) in reference.published_init",
         )
-    lineage = convert(
-        filled(source), out, dtype="float32", keep_padding=True, context_length=context_length, eos_id=eos_id, pad_id=pad_id
-    )  # fmt: skip
     found = {"step": step, "rounded": rounded, "filled_rows": cut, "origin": resolved.lineage}
-    write_json_atomic(out / "conversion.json", {**lineage, "published": found})
+    convert(
+        filled(source), out, dtype="float32", keep_padding=True, context_length=context_length, eos_id=eos_id, pad_id=pad_id,
+        finish=lambda _: {"published": found},
+    )  # fmt: skip
     return found
 
 

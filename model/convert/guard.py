@@ -19,6 +19,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 MAX_AXES = 8
 REMEDY = "do not load this file; get it again from its source"
+AGAIN = "fetch or export it again"
 
 
 def parse_object(text: bytes, path: Path) -> dict[str, Any]:
@@ -64,9 +65,7 @@ def check_header(header: dict[str, Any], body: int, path: Path) -> None:
                 REMEDY,
             )
         if stop > body:
-            raise IdentityError(
-                f"{path} is cut short: {name} ends at {stop} of {body} bytes", "export the weights again"
-            )
+            raise IdentityError(f"{path} is cut short: {name} ends at {stop} of {body} bytes", AGAIN)
         places.append((start, stop, name))
     at = 0
     for start, stop, name in sorted(places):

@@ -7,8 +7,6 @@ top-level theta for full-attention layers only.
 """
 
 import functools
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +14,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from infra.artifacts import atomic_dir, read_json, write_json_atomic
+from infra.artifacts import atomic_dir, write_json_atomic
 from infra.errors import IdentityError
 from model import layout
 from model.config import LayerKind, ModelConfig
+from model.convert.described import hf_model
 from model.convert.names import entries
 from model.convert.safetensors_io import Tensors, write
 from model.rope import attention_factor
@@ -181,26 +180,19 @@ def import_hf(
 
 def check_config(directory: Path, cfg: ModelConfig) -> None:
     """Refuse a directory whose config.json describes another architecture than `cfg`."""
-    path = directory / "config.json"
-    if not path.is_file():
+    if not (directory / "config.json").is_file():
         return
-    theirs = read_json(path)
-    ours = hf_config(cfg, context_length=0)
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "rms_norm_eps", "sliding_window", "layer_types", "tie_word_embeddings")  # fmt: skip
-    wrong = [f"{k} is {theirs[k]}, ours {ours[k]}" for k in keys if k in theirs and theirs[k] != ours[k]]
-    theta = theirs.get("rope_theta")
-    if theta is not None and not math.isclose(theta, cfg.rope_theta):
-        wrong.append(f"rope_theta is {theta}, ours {cfg.rope_theta}")
+    theirs, ours = (architecture(c) for c in (hf_model(directory), cfg))
+    wrong = [f"{k} is {theirs[k]}, ours {ours[k]}" for k in ours if theirs[k] != ours[k]]
     if wrong:
         raise IdentityError(
-            f"{path} describes another model: {'; '.join(wrong)}", "use the model section it was made with"
+            f"{directory}/config.json describes another model: {'; '.join(wrong)}",
+            "use the model section it was made with",
         )
 
 
-def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """`config.json` of an HF directory."""
-    value = json.loads((Path(directory) / "config.json").read_text())
-    if not isinstance(value, dict):
-        raise IdentityError(f"{directory}/config.json is not an object")
-    return value
+def architecture(cfg: ModelConfig) -> dict[str, Any]:
+    """What of a model its config.json must agree with: all but vocabulary (its rows are checked) and initialisation."""
+    free = {"vocab_size", "padded_vocab_size", "init_std", "init_seed", "layer_pattern", "last_layer_full"}
+    kinds = [KIND_NAMES[kind] for kind in cfg.layer_kinds]
+    return {**cfg.model_dump(mode="json", exclude=free), "layer_types": kinds}

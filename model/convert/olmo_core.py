@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from infra.artifacts import read_json
 from infra.errors import IdentityError
 from model import layout
-from model.config import LayerKind, ModelConfig, OptimizerConfig, YarnConfig
+from model.config import ModelConfig, OptimizerConfig
 from model.convert.dcp import Checkpoint
 from model.convert.names import Entry, entries
 
@@ -131,77 +130,3 @@ def adopt(spec: Any, directory: str | Path, step: int) -> Path:
     receipt = Receipt(step, bytes.fromhex(receipts[step])) if step else Receipt()
     meta = {**trainer.meta(step, receipt, state), "adopted_from": str(directory)}
     return write_checkpoint(trainer.root, step, state, meta, checkpointer=writer())
-
-
-def model_config(step_dir: str | Path) -> ModelConfig:
-    """The model section of the `config.json` that OLMo-core writes into a checkpoint directory.
-
-    Raises IdentityError for anything that is not an OLMo 3: another block, bias, per-head norm, tied embeddings.
-    """
-    path = Path(step_dir) / "config.json"
-    whole = read_json(path)
-    model = whole.get("model", whole)
-    block = model.get("block", {})
-    mixer = block.get("sequence_mixer") or block.get("attention") or {}
-    rope, window = mixer.get("rope") or {}, mixer.get("sliding_window") or {}
-    norm = block.get("layer_norm") or mixer.get("qk_norm") or {}
-    wrong = [
-        text
-        for text, bad in (
-            (f"block {block.get('name')!r} is not reordered_norm", block.get("name") != "reordered_norm"),
-            ("attention has a bias", bool(mixer.get("bias"))),
-            (
-                "QK-norm is absent or per head",
-                not mixer.get("qk_norm") or bool(mixer.get("use_head_qk_norm")),
-            ),
-            ("embeddings are tied", bool(model.get("tie_word_embeddings"))),
-            ("no sliding window", not window.get("pattern")),
-            ("the first layer is forced to full", window.get("force_full_attention_on_first_layer", True)),
-            ("RoPE scaling on every layer", rope.get("scaling") is not None),
-        )
-        if bad
-    ]
-    if wrong:
-        raise IdentityError(f"{path} is no OLMo 3: {'; '.join(wrong)}", "give the checkpoint of an OLMo 3")
-    sizes = {w for w in window["pattern"] if w != -1}
-    if len(sizes) != 1:
-        raise IdentityError(f"{path} has windows of several sizes: {sorted(sizes)}")
-    heads = mixer["n_heads"]
-    return ModelConfig(
-        d_model=model["d_model"],
-        n_layers=model["n_layers"],
-        n_heads=heads,
-        n_kv_heads=mixer.get("n_kv_heads") or heads,
-        head_dim=mixer.get("head_dim") or model["d_model"] // heads,
-        d_ff=block["feed_forward"]["hidden_size"],
-        vocab_size=min(model["vocab_size"], 100278),
-        padded_vocab_size=model["vocab_size"],
-        layer_pattern=tuple(LayerKind.FULL if w == -1 else LayerKind.SLIDING for w in window["pattern"]),
-        last_layer_full=window.get("force_full_attention_on_last_layer", True),
-        window=sizes.pop(),
-        rope_theta=rope.get("theta", 500_000),
-        rope_scaling=_yarn(model, path),
-        norm_eps=norm.get("eps", 1e-6),
-        init_std=model.get("init_std", 0.02),
-        init_seed=model.get("init_seed", 0),
-    )
-
-
-def _yarn(model: dict[str, Any], path: Path) -> YarnConfig | None:
-    """The scaling that `block_overrides` give to full-attention layers; None where there is none."""
-    overrides = model.get("block_overrides") or {}
-    found = []
-    for block in overrides.values():
-        mixer = block.get("sequence_mixer") or block.get("attention") or {}
-        found.append((mixer.get("rope") or {}).get("scaling"))
-    if not any(found):
-        return None
-    first = found[0] or {}
-    if any(s != first for s in found) or "beta_fast" not in first:
-        raise IdentityError(f"{path}: block_overrides hold scalings other than one YaRN: {found[:2]}")
-    return YarnConfig(
-        factor=first["factor"],
-        beta_fast=first["beta_fast"],
-        beta_slow=first["beta_slow"],
-        original_context=first["old_context_len"],
-    )

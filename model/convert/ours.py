@@ -19,7 +19,7 @@ from model.checkpoint import write_checkpoint
 from model.config import ModelConfig
 from model.convert.names import entries
 from model.convert.pieces import Shown, pieces_tree, writer
-from model.convert.stream import Source, named, open_source
+from model.convert.stream import Source, lineage_of, open_source
 
 
 def read_tree(source: Source, *, fill_missing_rows: bool = False) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def to_checkpoint(
         "step": step,
         "model": found.model.model_dump(mode="json"),
         "layout": "pattern-scan-v1",
-        "converted_from": {"kind": found.kind, "path": named(source), **found.identity},
+        "converted_from": lineage_of(found),
         "missing_vocab_rows": found.model.padded_vocab_size - found.rows,
     }
     state = {"params": pieces_tree(found.model, found.read, done=shown), "step": np.int32(step)}

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from infra.errors import IdentityError
-from model.convert.guard import check_header, check_index, parse_object
+from model.convert.guard import AGAIN, check_header, check_index, parse_object
 
 DTYPES: dict[str, Any] = {
     "F32": np.dtype("<f4"),
@@ -45,9 +45,7 @@ class Tensors:
             n for n, file in (claimed or {}).items() if n in self.where and self.where[n][0].name != file
         ]
         if stray:
-            raise IdentityError(
-                f"{index} and its files disagree about {', '.join(stray[:5])}", "export the weights again"
-            )
+            raise IdentityError(f"{index} and its files disagree about {', '.join(stray[:5])}", AGAIN)
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -58,11 +56,15 @@ class Tensors:
                     raise ValueError(f"header of {length} bytes in a file of {size}")
                 header = parse_object(f.read(length), path)
         except FileNotFoundError:
-            raise IdentityError(f"{path} does not exist", "export the weights again") from None
-        except (ValueError, struct.error) as e:
+            pickled = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
             raise IdentityError(
-                f"{path} is not a safetensors file: {e}", "export the weights again"
+                f"{path} does not exist",
+                f"{pickled[0]} is a pickle, which is not read: save it as safetensors" if pickled else AGAIN,
             ) from None
+        except OSError as e:
+            raise IdentityError(f"{path} cannot be read: {e.strerror}", AGAIN) from None
+        except (ValueError, struct.error) as e:
+            raise IdentityError(f"{path} is not a safetensors file: {e}", AGAIN) from None
         header.pop("__metadata__", None)
         check_header(header, size - 8 - length, path)
         for name, entry in header.items():

@@ -1,31 +1,29 @@
 """Conversion of any checkpoint to HF safetensors in bounded memory: tensor by tensor, slab by slab.
 
-    python -m model.convert.stream SOURCE OUT [--dtype bfloat16] [--keep-padding]
+    convert("RUN/checkpoints/step48", "out/")
 
-SOURCE is one of ours (`checkpoints/step<k>`), an OLMo-core step directory, or an HF directory. Work happens in
+A source is one of ours (`checkpoints/step<k>`), an OLMo-core step directory, or an HF directory. Work happens in
 `OUT.partial/`: a plan, and one finished file after the other, so an interrupted conversion goes on where it
 stopped; `OUT` appears by one rename when everything is there. Peak memory is the largest tensor plus a slab.
 The surprising thing: a memory-mapped source counts as memory of the process while it is mapped, so each tensor
 is mapped, written and unmapped before the next.
 """
 
-import argparse
 import functools
-import hashlib
 import json
 import math
 import os
 import shutil
 import struct
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from infra.artifacts import fingerprint, read_json, versions, write_json_atomic
+from infra.artifacts import fingerprint, read_json, sha256_files, versions, write_json_atomic
 from infra.errors import IdentityError, ReproError
+from infra.lease import Lease
 from infra.progress import Progress
 from model.config import ModelConfig
 from model.convert.names import Entry, entries
@@ -33,17 +31,23 @@ from model.convert.safetensors_io import CODES, DTYPES, Tensors
 
 SLAB_BYTES = 32 << 20
 FILE_BYTES = 2 * 10**9
-PLAN, LINEAGE = "plan.json", "conversion.json"
+PLAN, LINEAGE, LOCK = "plan.json", "conversion.json", ".lease"
 
 
 class Source(NamedTuple):
-    """Where tensors come from. `read(entry)` gives a map or array; `rows` is the vocabulary it holds."""
+    """Where tensors come from. `read(entry)` gives a map or array; `rows` is the vocabulary it holds.
+
+    `path`: its directory, where it has one. `files`: those that hold the weights, unless `identity` already stands for
+    their bytes.
+    """
 
     kind: str
     model: ModelConfig
     rows: int
     read: Callable[[Entry], np.ndarray]
     identity: dict[str, Any]
+    path: Path | None = None
+    files: tuple[Path, ...] = ()
 
 
 def open_source(path: str | Path, model: ModelConfig | None = None) -> Source:
@@ -61,55 +65,70 @@ def open_source(path: str | Path, model: ModelConfig | None = None) -> Source:
     )
 
 
-def named(source: str | Path | Source) -> str:
-    """The source for the lineage: its path, or its kind where it has none."""
-    return source.kind if isinstance(source, Source) else str(source)
+def lineage_of(source: Source) -> dict[str, Any]:
+    """The source for the lineage: kind, place, and what its bytes are (the sha256 of its files takes a while)."""
+    digests = {f.name: d for f, d in zip(source.files, sha256_files(source.files))}
+    known = {"sha256": digests} if digests else {}
+    return {"kind": source.kind, "path": str(source.path or source.kind), **source.identity, **known}
+
+
+def stamps(files: Iterable[Path]) -> dict[str, list[int]]:
+    """What changes when a file is written or replaced: its size, times and inode."""
+    found = ((f, f.stat()) for f in files)
+    return {str(f): [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for f, s in found}
 
 
 def dcp_source(path: Path, model: ModelConfig | None) -> Source:
     """An OLMo-core checkpoint; without `model` its own config.json must stand beside it."""
     from model.convert.dcp import Checkpoint
-    from model.convert.olmo_core import check, model_config, source_name
+    from model.convert.described import olmo_core_model
+    from model.convert.olmo_core import check, source_name
 
     checkpoint = Checkpoint(path)
-    model = model or model_config(path)
+    model = model or olmo_core_model(path)
     check(checkpoint, model, optimizer=False)
-    table = (checkpoint.directory / ".metadata").read_bytes()
-    identity = {"metadata_sha256": hashlib.sha256(table).hexdigest()}
+    files = tuple(sorted(p for p in checkpoint.directory.iterdir() if p.is_file()))
     return Source(
-        "olmo-core", model, model.padded_vocab_size, lambda e: checkpoint.read(source_name(e)), identity
-    )
+        "olmo-core", model, model.padded_vocab_size, lambda e: checkpoint.read(source_name(e)), {}, path, files
+    )  # fmt: skip
 
 
 def hf_source(path: Path, model: ModelConfig | None) -> Source:
     """An HF directory of an OLMo 3, full or trimmed vocabulary."""
-    model = model or model_of_hf(path)
+    from model.convert.described import hf_model
+
+    model = model or hf_model(path)
     tensors = Tensors(path)
     table = {e.hf: e for e in entries(model)}
-    rows = tensors.shape("lm_head.weight")[0] if "lm_head.weight" in tensors.names() else 0
+    head = tensors.shape("lm_head.weight") if "lm_head.weight" in tensors.names() else ()
+    rows = head[0] if head else 0
     problems = [f"missing {n}" for n in sorted(table.keys() - tensors.names())]
     problems += [f"unexpected {n}" for n in sorted(tensors.names() - table.keys())]
+    if rows not in (model.vocab_size, model.padded_vocab_size):
+        problems.append(
+            f"lm_head.weight has {rows} rows, expected {model.vocab_size} or {model.padded_vocab_size}"
+        )
     for name in sorted(table.keys() & tensors.names()):
-        e = table[name]
+        e, shape = table[name], tensors.shape(name)
         wanted = (rows, *e.shape[1:]) if e.vocab_rows else e.shape
-        if tensors.shape(name) != wanted or (
-            e.vocab_rows and rows not in (model.vocab_size, model.padded_vocab_size)
-        ):
-            problems.append(f"{name} has shape {tensors.shape(name)}, expected {e.shape}")
+        if shape != wanted:
+            problems.append(f"{name} has shape {shape}, expected {wanted}")
+        if tensors.dtype(name) not in DTYPES:
+            problems.append(f"{name} is {tensors.dtype(name)}, expected one of {', '.join(DTYPES)}")
     if problems:
         raise IdentityError(
-            f"{path} does not fit the model: {'; '.join(problems[:8])}", "check its config.json"
+            f"{path} does not fit the model: {'; '.join(problems[:8])}",
+            "check its config.json, or fetch or export it again",
         )
-    files = sorted({str(p.name) for p, _, _ in tensors.where.values()})
-    identity = {"files": {n: header_digest(path / n) for n in files}}
-    return Source("hf", model, rows, lambda e: tensors.read(e.hf), identity)
+    files = tuple(sorted({p for p, _, _ in tensors.where.values()}))
+    return Source("hf", model, rows, lambda e: tensors.read(e.hf), {}, path, files)
 
 
 def orbax_source(path: Path, model: ModelConfig | None) -> Source:
-    """One of our checkpoints, read slice by slice through tensorstore."""
+    """One of our checkpoints, read slice by slice through tensorstore. Every byte of its weights is held to its manifest."""
     from model.checkpoint import problem
 
-    why = problem(path)
+    why = problem(path, verify=True, parts=("params", "meta.json"))
     if why is not None:
         raise IdentityError(f"{path} is not a committed checkpoint: {why}", "choose another step")
     stored = ModelConfig.model_validate(read_json(path / "meta.json")["model"])
@@ -125,7 +144,7 @@ def orbax_source(path: Path, model: ModelConfig | None) -> Source:
         return np.asarray((array if e.index is None else array[e.index]).read().result())
 
     digests = {n: f["sha256"] for n, f in read_json(path / "MANIFEST.json")["files"].items()}
-    return Source("ours", stored, stored.padded_vocab_size, read, {"manifest": fingerprint(digests)})
+    return Source("ours", stored, stored.padded_vocab_size, read, {"manifest": fingerprint(digests)}, path)
 
 
 def open_array(tree: Path, name: str) -> Any:
@@ -145,49 +164,6 @@ def open_array(tree: Path, name: str) -> Any:
     raise IdentityError(f"{tree} has no array {name}: {errors[0]}", "the checkpoint is incomplete")
 
 
-def model_of_hf(path: Path) -> ModelConfig:
-    """The model section that an HF config.json describes. Raises IdentityError if it is no OLMo 3."""
-    from model.config import LayerKind, YarnConfig
-
-    c = read_json(path / "config.json")
-    if c.get("model_type") != "olmo3":
-        raise IdentityError(f"{path}/config.json is of type {c.get('model_type')!r}, not olmo3")
-    rope = c.get("rope_parameters") or {}
-    full = rope.get("full_attention") or c.get("rope_scaling") or {}
-    yarn = None
-    if full.get("rope_type", "default") == "yarn":
-        yarn = YarnConfig(
-            factor=full["factor"], beta_fast=full.get("beta_fast", 32), beta_slow=full.get("beta_slow", 1),
-            original_context=full["original_max_position_embeddings"],
-        )  # fmt: skip
-    rows = c["vocab_size"]
-    kinds = [LayerKind.SLIDING if t == "sliding_attention" else LayerKind.FULL for t in c["layer_types"]]
-    period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-    return ModelConfig(
-        d_model=c["hidden_size"],
-        n_layers=c["num_hidden_layers"],
-        n_heads=c["num_attention_heads"],
-        n_kv_heads=c["num_key_value_heads"],
-        head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        d_ff=c["intermediate_size"],
-        vocab_size=100278 if rows == 100352 else rows,
-        padded_vocab_size=100352 if rows == 100278 else rows,
-        layer_pattern=tuple(kinds[:period]),
-        last_layer_full=kinds[-1] is LayerKind.FULL,
-        window=c["sliding_window"],
-        rope_theta=full.get("rope_theta", c.get("rope_theta", 500_000.0)),
-        rope_scaling=yarn,
-        norm_eps=c["rms_norm_eps"],
-    )
-
-
-def header_digest(path: Path) -> str:
-    """sha256 of a safetensors header and the file's size: what the file claims to hold, without reading it all."""
-    with path.open("rb") as f:
-        (length,) = struct.unpack("<Q", f.read(8))
-        return hashlib.sha256(f.read(length) + struct.pack("<Q", path.stat().st_size)).hexdigest()
-
-
 def convert(
     source: str | Path | Source,
     out: str | Path,
@@ -200,22 +176,25 @@ def convert(
     pad_id: int | None = 100277,
     max_file_bytes: int = FILE_BYTES,
     progress: Progress | None = None,
+    finish: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Convert `source` (a directory, or a Source of any other kind) to the HF directory `out`; returns its lineage.
 
-    Raises IdentityError where source and model disagree, or where padding is asked for that the source lacks.
+    `finish(directory)` sees the finished files before they become `out`, and returns more of the lineage; when it raises,
+    nothing is left. Raises IdentityError where `out` is taken, where source and model disagree, where padding is asked for
+    that the source lacks, or where the source changed while it was read; LeaseError where another process writes `out`.
     """
-    from model.convert.hf import IM_END_ID, hf_config
+    from model.convert.hf import hf_config
 
-    out = Path(out)
+    out = free_place(out)
     found = source if isinstance(source, Source) else open_source(source, model)
     cfg = found.model
     rows = cfg.padded_vocab_size if keep_padding else cfg.vocab_size
     if rows > found.rows:
         missing = rows - found.rows
         raise IdentityError(
-            f"{named(source)} holds {found.rows} of {rows} vocabulary rows: the {missing} padding rows were cut off. They take "
-            f"part in the softmax, so a loss without them is lower by about {math.log(rows / found.rows):.1e} nat at start",
+            f"{found.path or found.kind} holds {found.rows} of {rows} vocabulary rows: the {missing} padding rows were cut off. "
+            f"They take part in the softmax, so a loss without them is lower by about {math.log(rows / found.rows):.1e} nat at start",
             "convert without --keep-padding, or start from a checkpoint with all rows",
         )
     config = hf_config(
@@ -226,68 +205,96 @@ def convert(
         eos_id=eos_id,
         pad_id=pad_id,
     )
-    plan = {
-        "source": {"kind": found.kind, "path": named(source), **found.identity},
-        "dtype": dtype,
-        "vocab_rows": rows,
-        "config": config,
-        "max_file_bytes": max_file_bytes,
-    }
-    groups = split(entries(cfg), rows, DTYPES[CODES[dtype]].itemsize, max_file_bytes)
+    settings = {"dtype": dtype, "vocab_rows": rows, "config": config, "max_file_bytes": max_file_bytes}
+    begun = stamps(found.files)
+    told = {"kind": found.kind, "path": str(found.path), **found.identity, "files": begun}
+    plan = {**settings, "source": told}
     partial = out.with_name(f"{out.name}.partial")
-    resumed = begin(partial, plan)
-    weight_map: dict[str, str] = {}
-    size = done = 0
-    total = sum(tensor_bytes(e, rows, DTYPES[CODES[dtype]].itemsize) for g in groups for e in g)
-    progress = progress or Progress("convert", 1 + (total >> 20), "MB")
-    for number, group in enumerate(groups, 1):
-        name = (
-            "model.safetensors"
-            if len(groups) == 1
-            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        )
-        header, body = header_of(group, rows, dtype)
-        target = partial / name
-        if not (target.is_file() and target.stat().st_size == len(header) + body):
-            write_file(
-                target,
-                header,
-                group,
-                rows,
-                dtype,
-                found.read,
-                functools.partial(_shown, progress, done),
-            )
-        done += body
-        size += body
-        weight_map.update({e.hf: name for e in group})
-        progress.update(done >> 20)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json_atomic(partial / "model.safetensors.index.json", index)
-    stops = [i for i in (IM_END_ID, eos_id) if i is not None and i < rows]
-    write_json_atomic(partial / "generation_config.json", {"eos_token_id": stops, "pad_token_id": pad_id})
-    write_json_atomic(partial / "config.json", config)
-    lineage = {**plan, "versions": versions("numpy", "ml-dtypes"), "dropped_rows": found.rows - rows}
-    write_json_atomic(partial / LINEAGE, lineage)
-    (partial / PLAN).unlink()
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
+    partial.mkdir(parents=True, exist_ok=True)
+    with Lease(partial / LOCK, "a conversion", remedy="wait until it ends, or choose another OUT"):
+        try:
+            resumed = begin(partial, plan)
+            progress = progress or Progress("convert", 1, "MB")
+            size = write_files(partial, found, rows, dtype, max_file_bytes, progress)
+            write_json_atomic(partial / "generation_config.json", generation_config(rows, eos_id, pad_id))
+            write_json_atomic(partial / "config.json", config)
+            lineage = {
+                **settings,
+                "source": lineage_of(found),
+                "versions": versions("numpy", "ml-dtypes"),
+                "dropped_rows": found.rows - rows,
+            }
+            if stamps(found.files) != begun:
+                raise IdentityError(
+                    f"{found.path} changed while it was read", "convert again once nothing writes it"
+                )
+            lineage |= finish(partial) if finish is not None else {}
+        except ReproError:
+            shutil.rmtree(partial)
+            raise
+        write_json_atomic(partial / LINEAGE, lineage)
+        for name in (PLAN, LOCK):
+            (partial / name).unlink()
+        os.replace(partial, free_place(out))
     progress.finish(f"{size / 1e9:.2f} GB{', resumed' if resumed else ''}")
     return lineage
 
 
+def free_place(out: str | Path) -> Path:
+    """`out` with its links followed, if a directory may appear there: nothing is there, or an empty directory."""
+    place = Path(os.path.realpath(out))
+    if place.is_dir() and any(place.iterdir()):
+        raise IdentityError(f"{out} is not empty", "remove it, or choose another OUT")
+    if place.exists() and not place.is_dir():
+        raise IdentityError(f"{out} is a file", "choose another OUT")
+    above = next(p for p in place.parents if p.exists())
+    if not above.is_dir():
+        raise IdentityError(f"{above} is a file, so {out} cannot be made", "choose another OUT")
+    return place
+
+
+def generation_config(rows: int, eos_id: int | None, pad_id: int | None) -> dict[str, Any]:
+    """`generation_config.json`: stops are the end of a turn and of a document, where the vocabulary has them."""
+    from model.convert.hf import IM_END_ID
+
+    stops = [i for i in (IM_END_ID, eos_id) if i is not None and i < rows]
+    return {"eos_token_id": stops, "pad_token_id": pad_id}
+
+
+def write_files(
+    partial: Path, found: Source, rows: int, dtype: str, max_file_bytes: int, progress: Progress
+) -> int:
+    """Every safetensors file that `partial` lacks, and the index; returns the bytes of all tensors."""
+    item = DTYPES[CODES[dtype]].itemsize
+    groups = split(entries(found.model), rows, item, max_file_bytes)
+    weight_map: dict[str, str] = {}
+    done = 0
+    progress.total = 1 + (sum(tensor_bytes(e, rows, item) for g in groups for e in g) >> 20)
+    for number, group in enumerate(groups, 1):
+        many = len(groups) > 1
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else "model.safetensors"
+        header, body = header_of(group, rows, dtype)
+        target = partial / name
+        if not (target.is_file() and target.stat().st_size == len(header) + body):
+            report = functools.partial(_shown, progress, done)
+            write_file(target, header, group, rows, dtype, found.read, report)
+        done += body
+        weight_map.update({e.hf: name for e in group})
+        progress.update(done >> 20)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": done}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json_atomic(partial / "model.safetensors.index.json", index)
+    return done
+
+
 def begin(partial: Path, plan: dict[str, Any]) -> bool:
-    """Prepare the working directory; True when an interrupted conversion of the same plan is continued."""
-    if (partial / PLAN).is_file() and read_json(partial / PLAN) == plan:
-        for stale in partial.glob("*.tmp"):
-            stale.unlink()
-        return True
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Prepare the working directory, which we hold; True when an interrupted conversion of the same plan is continued."""
+    resumed = (partial / PLAN).is_file() and read_json(partial / PLAN) == plan
+    for path in partial.iterdir():
+        if path.name != LOCK and (not resumed or path.suffix == ".tmp"):
+            path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
     write_json_atomic(partial / PLAN, plan)
-    return False
+    return resumed
 
 
 def tensor_bytes(e: Entry, rows: int, item: int) -> int:
@@ -359,30 +366,3 @@ def write_file(
 def _shown(progress: Progress, before: int, written: int) -> None:
     """Show MiB done: `before` bytes of finished files and `written` of the present one."""
     progress.update((before + written) >> 20)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Convert a checkpoint to HF safetensors.")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--dtype", choices=sorted(CODES), default="bfloat16")
-    parser.add_argument("--keep-padding", action="store_true", help="keep all padded vocabulary rows")
-    parser.add_argument("--context", type=int, default=8192)
-    args = parser.parse_args(argv)
-    try:
-        convert(
-            args.source,
-            args.out,
-            dtype=args.dtype,
-            keep_padding=args.keep_padding,
-            context_length=args.context,
-        )
-    except ReproError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return e.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

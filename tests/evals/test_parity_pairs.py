@@ -1,14 +1,16 @@
 """`parity A B` over the three forms and three implementations, the noise floor, and the gate of exports."""
 
 import dataclasses
+import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from evals import pairs
 from evals.config import ParityConfig
-from infra.errors import ParityError, RecipeError
+from infra.errors import IdentityError, ParityError, RecipeError
 from model import checkpoint
 from model.config import ModelConfig
 from model.convert import stream
@@ -84,6 +86,12 @@ def test_noise_floor_is_measured(forms):
     assert fused["max"] <= LIMITS.max_logit_difference < 1e-3 < rounded["max"]
 
 
+def test_the_floor_of_any_form(forms):
+    ours, theirs = (pairs.noise_floor(forms[f], PROMPTS) for f in ("ours", "hf"))
+    for name in ours:
+        assert ours[name]["max"] == theirs[name]["max"]
+
+
 def test_unknown_implementation_is_refused(forms):
     with pytest.raises(RecipeError, match="known: jax, transformers, olmo-core"):
         pairs.side(forms["hf"], "mlx")
@@ -101,45 +109,64 @@ def test_export_passes_its_gate(forms, tmp_path, dtype, keep):
 
 def test_export_with_a_fault_leaves_nothing(forms, tmp_path, monkeypatch):
     """A layout fault inside the converter (gate and up exchanged on the way out, user issue A6)."""
-    real = stream.dcp_source
+    real, other = stream.write_file, {"w1": "w3", "w3": "w1"}
 
-    def faulty(path, model):
-        source = real(path, model)
-        other = {"w1": "w3", "w3": "w1"}
-
-        def read(e):
+    def faulty(target, header, group, rows, dtype, read, report):
+        def exchanged(e):
             name = e.path[-1]
             if name in other:
                 e = dataclasses.replace(e, olmo_core=e.olmo_core.replace(name, other[name]))
-            return source.read(e)
+            return read(e)
 
-        return source._replace(read=read)
+        real(target, header, group, rows, dtype, exchanged, report)
 
-    def only_while_converting(*args, **named):
-        monkeypatch.setattr(stream, "dcp_source", faulty)
-        try:
-            return convert(*args, **named)
-        finally:
-            monkeypatch.setattr(stream, "dcp_source", real)
-
-    convert = stream.convert
-    monkeypatch.setattr(stream, "convert", only_while_converting)
+    monkeypatch.setattr(stream, "write_file", faulty)
+    named = {"dtype": "float32", "context_length": S, "eos_id": 0, "pad_id": 1}
     with pytest.raises(ParityError, match=r"the export of .* fails parity"):
-        pairs.export_checked(
-            forms["core"],
-            tmp_path / "out",
-            PROMPTS,
-            LIMITS,
-            dtype="float32",
-            context_length=S,
-            eos_id=0,
-            pad_id=1,
-        )
+        pairs.export_checked(forms["core"], tmp_path / "out", PROMPTS, LIMITS, **named)
     assert not list(tmp_path.iterdir())
-    lineage = pairs.export_checked(
-        forms["core"], tmp_path / "out", PROMPTS, LIMITS, dtype="float32", context_length=S, eos_id=0, pad_id=1, no_parity=True
-    )  # fmt: skip
+    lineage = pairs.export_checked(forms["core"], tmp_path / "out", PROMPTS, LIMITS, **named, no_parity=True)
     assert lineage["parity"] == {"checked": False, "why": "exported with --no-parity"}
+
+
+def test_a_config_that_we_misread_is_seen_by_transformers(forms, tmp_path, monkeypatch):
+    """Whatever the reader of config.json overlooks, the export is also held against its source in transformers."""
+    from model.convert import described
+
+    source = tmp_path / "gelu"
+    shutil.copytree(forms["hf"], source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(IdentityError, match="hidden_act is 'gelu', not 'silu'"):
+        pairs.export_checked(source, tmp_path / "out", PROMPTS, LIMITS, context_length=S)
+    monkeypatch.setattr(described, "HF_HELD", {})
+    with pytest.raises(ParityError, match=r"the export of .* \(against it in transformers\) fails parity"):
+        pairs.export_checked(source, tmp_path / "out", PROMPTS, LIMITS, context_length=S, eos_id=0, pad_id=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["gelu"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_hf_source_is_held_against_itself(forms, tmp_path, dtype):
+    lineage = pairs.export_checked(
+        forms["hf"], tmp_path / "out", PROMPTS, LIMITS, dtype=dtype, context_length=S, eos_id=0, pad_id=1
+    )
+    assert lineage["parity"]["against"] == ["ours", "source"]
+    digest = hashlib.sha256((forms["hf"] / "model.safetensors").read_bytes()).hexdigest()
+    assert lineage["source"]["sha256"] == {"model.safetensors": digest}
+
+
+def test_a_killed_gate_is_continued_without_converting_again(forms, tmp_path, monkeypatch):
+    """What stands after a kill in the gate is `OUT.partial`; the same command goes on from it."""
+    named = {"context_length": S, "eos_id": 0, "pad_id": 1}
+    real = pairs.gate
+    monkeypatch.setattr(pairs, "gate", lambda *args, **named: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        pairs.export_checked(forms["core"], tmp_path / "out", PROMPTS, LIMITS, **named)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+    monkeypatch.setattr(pairs, "gate", real)
+    monkeypatch.setattr(stream, "write_file", lambda *args: pytest.fail("a whole file was written again"))
+    pairs.export_checked(forms["core"], tmp_path / "out", PROMPTS, LIMITS, **named)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_export_loads_in_transformers_without_a_word(forms, tmp_path, caplog):

@@ -27,6 +27,7 @@ from model.config import (
     YarnConfig,
 )
 from model.convert import dcp, olmo_core
+from model.convert.described import olmo_core_model
 from model.convert.hf import export_hf, import_hf
 from model.convert.names import entries
 from model.convert.safetensors_io import Tensors
@@ -174,12 +175,12 @@ def test_model_config_is_read_back(tmp_path, yarn):
 
     cfg = MODEL.model_copy(update={"rope_scaling": yarn, "vocab_size": V})
     (tmp_path / "config.json").write_text(json.dumps({"model": olmo_core_config(cfg).as_config_dict()}))
-    assert olmo_core.model_config(tmp_path) == cfg
+    assert olmo_core_model(tmp_path) == cfg
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["model"]["block"]["name"] = "default"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(IdentityError, match="'default' is not reordered_norm"):
-        olmo_core.model_config(tmp_path)
+    with pytest.raises(IdentityError, match="block.name is 'default', not 'reordered_norm'"):
+        olmo_core_model(tmp_path)
 
 
 def test_wrong_model_is_named(reference):

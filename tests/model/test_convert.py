@@ -90,7 +90,7 @@ def test_any_wrong_key_is_an_error(exported):  # A7, B2
 
 def test_other_architecture_is_refused(exported):
     _, path = exported
-    with pytest.raises(IdentityError, match="sliding_window is 8, ours 16"):
+    with pytest.raises(IdentityError, match="window is 8, ours 16"):
         import_hf(path, CFG.model_copy(update={"window": 16}))
     with pytest.raises(IdentityError, match="rope_theta"):
         import_hf(path, CFG.model_copy(update={"rope_theta": 10000.0}))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from infra.errors import IdentityError
+from infra.errors import IdentityError, LeaseError
 from model import checkpoint
 from model.config import ModelConfig, YarnConfig
 from model.convert import stream
+from model.convert.described import hf_model
 from model.convert.hf import export_hf, import_hf
 from model.convert.names import entries
 from model.convert.safetensors_io import Tensors
@@ -121,6 +123,82 @@ def test_another_plan_never_continues_old_files(ours, tmp_path, monkeypatch):
     assert Tensors(tmp_path / "hf").dtype("lm_head.weight") == "BF16"
 
 
+def test_a_source_replaced_in_between_is_not_mixed(ours, params, tmp_path, monkeypatch):
+    """The same header and size, other weights: half of each would be no model at all."""
+    first, second, src = (tmp_path / n for n in ("first", "second", "src"))
+    stream.convert(ours, first, dtype="float32", keep_padding=True)
+    export_hf(jax.tree.map(lambda w: w + 1, params), CFG, second, context_length=64, keep_padding=True)
+    shutil.copytree(first, src)
+    real, calls = stream.write_file, []
+
+    def dies_at_third(*args):
+        calls.append(args[0].name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(stream, "write_file", dies_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        stream.convert(src, tmp_path / "hf", dtype="float32", keep_padding=True, max_file_bytes=20_000)
+    shutil.copy(second / "model.safetensors", src)
+    stream.convert(src, tmp_path / "hf", dtype="float32", keep_padding=True, max_file_bytes=20_000)
+    assert equal(tmp_path / "hf", second)
+
+
+def test_a_source_written_while_it_is_read_is_refused(ours, tmp_path, monkeypatch):
+    stream.convert(ours, tmp_path / "src", dtype="float32", keep_padding=True)
+    weights = tmp_path / "src/model.safetensors"
+    monkeypatch.setattr(stream, "write_files", lambda *a: (weights.write_bytes(weights.read_bytes()), 0)[1])
+    with pytest.raises(IdentityError, match="changed while it was read"):
+        stream.convert(tmp_path / "src", tmp_path / "hf", dtype="float32", keep_padding=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_flipped_bit_in_our_weights_is_refused(ours, tmp_path):
+    """Only the weights are held to their digests: the moments are not read."""
+    for part, refused in (("params", True), ("optimizer", False)):
+        copy = tmp_path / part
+        shutil.copytree(ours, copy)
+        file = max((p for p in (copy / part).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+        if refused:
+            with pytest.raises(IdentityError, match=r"params/.* is corrupt: its digest differs"):
+                stream.convert(copy, tmp_path / "hf")
+        else:
+            stream.convert(copy, tmp_path / "hf")
+
+
+def test_nothing_that_stands_is_overwritten(ours, tmp_path):
+    """OUT may be absent or an empty directory; anything else is kept, above all the source."""
+    stream.convert(ours, tmp_path / "hf", dtype="float32", keep_padding=True)
+    before = (tmp_path / "hf/model.safetensors").read_bytes()
+    (tmp_path / "file").write_text("x")
+    for out, said in (("hf", "is not empty"), ("file", "is a file"), ("file/out", "is a file, so")):
+        with pytest.raises(IdentityError, match=said):
+            stream.convert(tmp_path / "hf", tmp_path / out)
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == before
+    assert (tmp_path / "file").read_text() == "x"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    stream.convert(ours, tmp_path / "link")
+    stream.convert(ours, tmp_path / "a/b/c")
+    assert (tmp_path / "empty/config.json").is_file() and (tmp_path / "a/b/c/config.json").is_file()
+
+
+def test_two_at_once_do_not_share_a_place(ours, tmp_path):
+    """The second is refused while the first works, and the first is not disturbed."""
+
+    def second(_):
+        with pytest.raises(LeaseError, match=r"in use by a conversion .*\n.*another OUT"):
+            stream.convert(ours, tmp_path / "hf")
+        return {"first": True}
+
+    assert stream.convert(ours, tmp_path / "hf", finish=second)["first"]
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
 def test_missing_padding_rows_are_said(ours, tmp_path):
     stream.convert(ours, tmp_path / "trimmed", dtype="float32", context_length=64)
     assert json.loads((tmp_path / "trimmed/conversion.json").read_text())["dropped_rows"] == 8
@@ -132,7 +210,7 @@ def test_missing_padding_rows_are_said(ours, tmp_path):
 
 def test_hf_config_describes_the_model(ours, tmp_path):
     stream.convert(ours, tmp_path / "hf", dtype="float32", keep_padding=True, context_length=64)
-    read = stream.model_of_hf(tmp_path / "hf")
+    read = hf_model(tmp_path / "hf")
     assert read.layer_kinds == CFG.layer_kinds
     fields = {"layer_pattern", "vocab_size", "init_seed", "init_std"}
     assert read.model_dump(exclude=fields) == CFG.model_dump(exclude=fields)

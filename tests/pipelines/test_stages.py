@@ -190,9 +190,9 @@ def test_token_files_of_a_mix_take_the_place_of_documents(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["tokenize", "--run-dir", "{file}"], "a file stands where the run directory should be"),
-        (["tokenize", "--run-dir", "{file}/run"], "choose another RUN_DIR"),
-        (["tokenize", "--run-dir", "a" * 300], "choose a shorter RUN_DIR"),
+        (["tokenize", "--run-dir", "{file}"], "a file stands where a directory should be"),
+        (["tokenize", "--run-dir", "{file}/run"], "choose another place"),
+        (["tokenize", "--run-dir", "a" * 300], "choose a shorter name"),
         (["status", "--run-dir", "{folder}"], "a directory stands where a file should be"),
         (["report", "--run-dir", "{new}"], "is not a run directory"),
         (["tokenize", "--run-dir", "{new}", "--set", "evals.bounds.heldout_loss=Infinity"], "finite number"),
