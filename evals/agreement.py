@@ -159,7 +159,7 @@ def refuse_nonfinite(x: np.ndarray, y: np.ndarray, prompt: int, start: int) -> N
             raise ParityError(
                 f"the {side} side gives {values[row, column]} at prompt {prompt}, position {start + row}, "
                 f"token {column} ({len(bad)} such values in these rows)",
-                "the weights or the forward pass are broken; compare the blocks with evals.localise",
+                "the weights are broken, or the arithmetic overflows: fetch or export them again",
             )
 
 

@@ -42,7 +42,10 @@ def check_prompts(prompts: np.ndarray, model: ModelConfig) -> None:
             "raise parity.prompt_tokens: a shorter prompt cannot see a wrong window or wrong scaling",
         )
     if prompts.min() < 0 or prompts.max() >= model.padded_vocab_size:
-        raise RecipeError(f"parity prompts hold a token outside 0..{model.padded_vocab_size - 1}")
+        raise RecipeError(
+            f"parity prompts hold a token outside 0..{model.padded_vocab_size - 1}",
+            "name a run whose tokens are of this model's tokenizer with --run-dir",
+        )
 
 
 def pick_prompts(tokens: Any, cfg: ParityConfig, sequence_length: int) -> np.ndarray:

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         if args.debug or e.errno not in OS_REMEDIES:
             raise
-        where = e.filename or "the run directory"
+        where = e.filename or "where the result is written"
         print(f"repro: {e.strerror}: {where}\n  -> {OS_REMEDIES[e.errno]}", file=sys.stderr)
         return 2
 

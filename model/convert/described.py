@@ -136,7 +136,7 @@ class Reader:
         except ValidationError as e:
             for error in e.errors():
                 where = ".".join(map(str, error["loc"]))
-                self.problems.append(f"{where}: {error['msg']}" if where else str(error["msg"]))
+                self.problems.append(f"{where}: {error['msg']}" if where else str(error["ctx"]["error"]))
             self.finish()
             raise
 

@@ -96,17 +96,20 @@ def dcp_source(path: Path, model: ModelConfig | None) -> Source:
 def hf_source(path: Path, model: ModelConfig | None) -> Source:
     """An HF directory of an OLMo 3, full or trimmed vocabulary."""
     from model.convert.described import hf_model
+    from model.convert.hf import check_config
 
-    model = model or hf_model(path)
+    found = hf_model(path)
+    if model is not None:
+        check_config(path, model)
+    model = model or found
     tensors = Tensors(path)
     table = {e.hf: e for e in entries(model)}
-    head = tensors.shape("lm_head.weight") if "lm_head.weight" in tensors.names() else ()
-    rows = head[0] if head else 0
+    rows = int(read_json(path / "config.json")["vocab_size"])
     problems = [f"missing {n}" for n in sorted(table.keys() - tensors.names())]
     problems += [f"unexpected {n}" for n in sorted(tensors.names() - table.keys())]
     if rows not in (model.vocab_size, model.padded_vocab_size):
         problems.append(
-            f"lm_head.weight has {rows} rows, expected {model.vocab_size} or {model.padded_vocab_size}"
+            f"vocab_size is {rows}, expected {model.vocab_size} or {model.padded_vocab_size} of the model"
         )
     for name in sorted(table.keys() & tensors.names()):
         e, shape = table[name], tensors.shape(name)

@@ -6,6 +6,7 @@ One clean pair first: no row drifts, so the limits hold. Then faults, one at a t
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -130,6 +131,25 @@ def test_wrong_field_is_named(pair, change, part, said):
     found = localise(out, import_hf(out, cfg), config(**change), TOKENS)
     assert any(r["part"] == part and r["drifts"] for r in found["rows"]), table(found)
     assert any(said in cause for cause in found["causes"]), found["causes"]
+
+
+@pytest.mark.parametrize("pair", ["plain"], indirect=True)
+@pytest.mark.parametrize("layers", [4, 12])
+def test_another_depth_is_named(pair, layers):
+    """The common layers agree; that is no agreement of the models."""
+    from model.init import init_params
+
+    _, out, cfg = pair
+    other = config(n_layers=layers)
+    params, theirs = jax.tree.map(np.array, init_params(other)), import_hf(out, cfg)
+    for name in ("embeddings", "final_norm", "lm_head"):
+        params[name] = theirs[name]
+    for i in range(min(layers, cfg.n_layers)):
+        (mine, n), (its, m) = layer(params, other, i), layer(theirs, cfg, i)
+        for name in mine:
+            mine[name][n] = its[name][m]
+    found = localise(out, params, other, TOKENS)
+    assert not found["ok"] and found["causes"] == [f"depth: ours has {layers} layers, the reference 8"]
 
 
 @pytest.mark.parametrize("pair", ["plain"], indirect=True)

@@ -57,7 +57,7 @@ def test_training_does_not_start_from_the_hub(hub, model_cfg, tmp_path):
         ({"pattern": ""}, RecipeError, "must name the checkpoints"),
         ({"pattern": "/nowhere/step7"}, RecipeError, "must name the checkpoints"),
         ({"step": 8}, IdentityError, "step8 is no directory"),
-        ({"model": {"d_ff": 64}}, IdentityError, "does not fit the model"),
+        ({"model": {"d_ff": 64}}, IdentityError, "describes another model: d_ff is 32, ours 64"),
     ],
 )
 def test_what_is_not_there_is_named(original, model_cfg, tmp_path, change, error, word):

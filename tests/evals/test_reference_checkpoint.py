@@ -179,7 +179,7 @@ def test_model_config_is_read_back(tmp_path, yarn):
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["model"]["block"]["name"] = "default"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(IdentityError, match="block.name is 'default', not 'reordered_norm'"):
+    with pytest.raises(IdentityError, match=r"block\.name is 'default', not 'reordered_norm'"):
         olmo_core_model(tmp_path)
 
 

@@ -61,6 +61,17 @@ def test_header_longer_than_the_file_is_refused(tmp_path):
         Tensors(tmp_path)
 
 
+def test_what_is_no_file_of_weights_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(
+        IdentityError, match=r"(?s)does not exist.*pytorch_model.bin is a pickle, which is not read"
+    ):
+        Tensors(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(IdentityError, match="cannot be read: Is a directory"):
+        Tensors(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "x.bin", 3])
 def test_index_that_leads_elsewhere_is_refused(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))

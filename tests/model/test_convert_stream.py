@@ -199,6 +199,20 @@ def test_two_at_once_do_not_share_a_place(ours, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_config_that_its_tensors_do_not_fit_is_refused(ours, tmp_path):
+    """transformers would not load it, though each fits the model: rows trimmed in one and not in the other."""
+    stream.convert(ours, tmp_path / "hf", dtype="float32")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    for changes, said in (
+        ({"vocab_size": 128}, r"lm_head.weight has shape \(120, 32\), expected \(128, 32\)"),
+        ({"vocab_size": 64}, "vocab_size is 64, expected 120 or 128"),
+        ({"rms_norm_eps": 1e-5}, "norm_eps is 1e-05, ours 1e-06"),
+    ):
+        (tmp_path / "hf/config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(IdentityError, match=said):
+            stream.open_source(tmp_path / "hf", CFG)
+
+
 def test_missing_padding_rows_are_said(ours, tmp_path):
     stream.convert(ours, tmp_path / "trimmed", dtype="float32", context_length=64)
     assert json.loads((tmp_path / "trimmed/conversion.json").read_text())["dropped_rows"] == 8

@@ -1,5 +1,5 @@
-"""Two things the `repro parity` and `repro convert` commands decide themselves: the model of an undescribed checkpoint, and
-where a source came from. The commands end to end: `tests/end_to_end/test_chain.py`."""
+"""What the `repro parity` and `repro convert` commands decide themselves: the model of an undescribed checkpoint, where a
+source came from, what counts as PARITY, and which places they refuse. The commands end to end: `tests/end_to_end/test_chain.py`."""
 
 import json
 
@@ -34,23 +34,86 @@ def test_only_an_olmo_core_step_without_its_config_takes_the_recipes_reference(t
     assert tools.undescribed(tmp_path / "nothing", recipe) is None
 
 
-def test_convert_writes_where_the_source_came_from(tmp_path, monkeypatch):
-    """`origin` in conversion.json: here a local path; the parser, the resolver and the export are the real ones."""
+@pytest.fixture
+def exported(tmp_path, monkeypatch):
+    """An HF directory of a small model, and a run directory that gives its prompts."""
     import jax
 
     from model.convert.hf import export_hf
     from model.init import init_params
-    from pipelines.cli import main
 
     params = jax.tree.map(np.asarray, init_params(CFG))
     export_hf(params, CFG, tmp_path / "hf", context_length=64, keep_padding=True, eos_id=0, pad_id=1)
-    run = tmp_path / "run"
-    run.mkdir()
-    recipe = load_recipe("tiny")
-    (run / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json")))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recipe.json").write_text(json.dumps(load_recipe("tiny").model_dump(mode="json")))
     monkeypatch.setattr("pipelines.work.parity_prompts", lambda recipe, run: np.zeros((1, 64), np.int32))
-    arguments = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--run-dir", str(run), "--no-parity"]
+    return tmp_path / "hf"
+
+
+def test_convert_writes_where_the_source_came_from(exported, tmp_path):
+    """`origin` in conversion.json: here a local path; the parser, the resolver and the export are the real ones."""
+    from pipelines.cli import main
+
+    arguments = [
+        "convert",
+        str(exported),
+        str(tmp_path / "out"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--no-parity",
+    ]
     assert main(arguments) == 0
     lineage = json.loads((tmp_path / "out/conversion.json").read_text())
-    assert lineage["origin"] == {"kind": "local", "path": str((tmp_path / "hf").resolve())}
+    assert lineage["origin"] == {"kind": "local", "path": str(exported.resolve())}
     assert lineage["parity"] == {"checked": False, "why": "exported with --no-parity"}
+
+
+def test_parity_is_answered_only_if_the_sub_blocks_agree_too(exported, monkeypatch, capsys):
+    from evals import localise
+    from pipelines.cli import main
+
+    command = [
+        "parity",
+        str(exported),
+        str(exported),
+        "--localise",
+        "--run-dir",
+        str(exported.parent / "run"),
+    ]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PARITY"
+    real = localise.localise
+    monkeypatch.setattr(localise, "localise", lambda *a: {**real(*a), "ok": False})
+    assert main(command) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "NO PARITY"
+
+
+@pytest.mark.parametrize("place", ["{hf}", "{hf}/config.json/x.json"])
+def test_a_place_that_cannot_hold_the_result_is_refused_first(exported, place, monkeypatch, capsys):
+    from evals import pairs
+    from pipelines.cli import main
+
+    monkeypatch.setattr(
+        pairs, "compare", lambda *a, **k: pytest.fail("computed before the place was checked")
+    )
+    place = place.format(hf=exported)
+    command = [
+        "parity",
+        str(exported),
+        str(exported),
+        "--out",
+        place,
+        "--run-dir",
+        str(exported.parent / "run"),
+    ]
+    assert main(command) == 2
+    assert f"--out {place} is no place for a file" in capsys.readouterr().err
+
+
+def test_an_out_that_is_taken_is_refused_before_anything_is_fetched(exported, monkeypatch, capsys):
+    from model.convert import sources
+    from pipelines.cli import main
+
+    monkeypatch.setattr(sources, "resolve", lambda *a: pytest.fail("fetched before the place was checked"))
+    assert main(["convert", "allenai/x@y", str(exported)]) == 2
+    assert "is not empty" in capsys.readouterr().err
