@@ -183,8 +183,8 @@ def convert(
 ) -> dict[str, Any]:
     """Convert `source` (a directory, or a Source of any other kind) to the HF directory `out`; returns its lineage.
 
-    `finish(directory)` sees the finished files before they become `out`, and returns more of the lineage; when it raises,
-    nothing is left. Raises IdentityError where `out` is taken, where source and model disagree, where padding is asked for
+    `finish(directory)` sees the finished files before they become `out`, and returns more of the lineage; what it refuses
+    leaves nothing. Raises IdentityError where `out` is taken, where source and model disagree, where padding is asked for
     that the source lacks, or where the source changed while it was read; LeaseError where another process writes `out`.
     """
     from model.convert.hf import hf_config
@@ -212,8 +212,7 @@ def convert(
     begun = stamps(found.files)
     told = {"kind": found.kind, "path": str(found.path), **found.identity, "files": begun}
     plan = {**settings, "source": told}
-    partial = out.with_name(f"{out.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    partial = working_place(out)
     with Lease(partial / LOCK, "a conversion", remedy="wait until it ends, or choose another OUT"):
         try:
             resumed = begin(partial, plan)
@@ -241,6 +240,18 @@ def convert(
         os.replace(partial, free_place(out))
     progress.finish(f"{size / 1e9:.2f} GB{', resumed' if resumed else ''}")
     return lineage
+
+
+def working_place(out: Path) -> Path:
+    """`OUT.partial`, made if it is not there. Refused where it holds what no conversion left there."""
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    there = {p.name for p in partial.iterdir()}
+    if there - {LOCK} and not there & {PLAN, LINEAGE}:
+        raise IdentityError(
+            f"{partial} is no interrupted conversion: it has no {PLAN}", "move it away, or choose another OUT"
+        )
+    return partial
 
 
 def free_place(out: str | Path) -> Path:
@@ -293,8 +304,8 @@ def write_files(
 def begin(partial: Path, plan: dict[str, Any]) -> bool:
     """Prepare the working directory, which we hold; True when an interrupted conversion of the same plan is continued."""
     resumed = (partial / PLAN).is_file() and read_json(partial / PLAN) == plan
-    for path in partial.iterdir():
-        if path.name != LOCK and (not resumed or path.suffix == ".tmp"):
+    for path in partial.iterdir():  # the old plan goes last: it says whose the files are
+        if path.name not in (LOCK, PLAN) and (not resumed or path.suffix == ".tmp"):
             path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
     write_json_atomic(partial / PLAN, plan)
     return resumed

@@ -187,6 +187,14 @@ def test_nothing_that_stands_is_overwritten(ours, tmp_path):
     assert (tmp_path / "empty/config.json").is_file() and (tmp_path / "a/b/c/config.json").is_file()
 
 
+def test_a_folder_that_happens_to_be_named_so_is_kept(ours, tmp_path):
+    (tmp_path / "hf.partial").mkdir()
+    (tmp_path / "hf.partial/notes.txt").write_text("x")
+    with pytest.raises(IdentityError, match="is no interrupted conversion"):
+        stream.convert(ours, tmp_path / "hf")
+    assert [p.name for p in (tmp_path / "hf.partial").iterdir()] == ["notes.txt"]
+
+
 def test_two_at_once_do_not_share_a_place(ours, tmp_path):
     """The second is refused while the first works, and the first is not disturbed."""
 
