@@ -28,3 +28,11 @@ def peak_kb():
 def peak_kb() -> str:
     """Source of `peak_kb()`, for the program of a child process."""
     return PEAK_KB
+
+
+@pytest.fixture(scope="session")
+def xmanager_database(tmp_path_factory) -> None:
+    """XManager keeps one database per process, in the first state directory it hears of: here one that outlives every test."""
+    from infra.launch.local import parse_flags
+
+    parse_flags(tmp_path_factory.mktemp("xmanager"))

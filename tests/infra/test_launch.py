@@ -21,6 +21,8 @@ from infra.launch.local import LocalJob
 from infra.launch.until_done import RelaunchPolicy, run_until_done
 from infra.topology import TYPES, parse
 
+pytestmark = pytest.mark.usefixtures("xmanager_database")
+
 IMAGE = "us-docker.pkg.dev/p/repro/train:1"
 
 

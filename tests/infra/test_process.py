@@ -15,6 +15,8 @@ from infra.launch.local import run_module
 from infra.lease import Lease
 from infra.owner import start_time, watch_owner
 
+pytestmark = pytest.mark.usefixtures("xmanager_database")
+
 HOLD = "from infra.lease import Lease; import sys, time\nwith Lease(sys.argv[1], 'holder'):\n print('held', flush=True); time.sleep(60)"
 
 

@@ -18,6 +18,8 @@ from pipelines.cli import main
 from pipelines.flows import healthy
 from pipelines.recipe import load_recipe, recipe_names
 
+pytestmark = pytest.mark.usefixtures("xmanager_database")
+
 ROOT = Path(__file__).parents[2]
 CLOUD = ["--set", "launch.image=us-docker.pkg.dev/p/repro/train:1", "--set", "launch.bucket=gs://bkt/run"]
 
