@@ -21,7 +21,6 @@ import numpy as np
 from evals.agreement import LogitFunction
 from evals.config import ParityConfig
 from evals.parity import check_prompts, compare_functions, describe_worst, hf_logits, jax_logits, require
-from infra.artifacts import write_json_atomic
 from infra.errors import RecipeError
 from model.config import ModelConfig, NumericsConfig
 from model.convert import stream
@@ -120,7 +119,6 @@ def compare(
     cfg: ParityConfig,
     *,
     mode: Mode = "fp32",
-    out: str | Path | None = None,
 ) -> dict[str, Any]:
     """A against B over prompts int32[P,S] longer than the window. Returns the figures, limits and `ok`."""
     check_prompts(prompts, a.model)
@@ -133,7 +131,7 @@ def compare(
             "max_logit_difference": BF16_MARGIN * floor["max"],
             "max_kl": BF16_MARGIN * max(floor["kl_max"], floor["reverse_kl_max"]),
         }
-    result = {
+    return {
         "kind": "logits",
         "ok": found["max"] <= limits["max_logit_difference"] and kl <= limits["max_kl"],
         "first": a.name,
@@ -145,9 +143,6 @@ def compare(
         **found,
         "where": describe_worst(found),
     }
-    if out is not None:
-        write_json_atomic(out, result)
-    return result
 
 
 def noise_floor(

@@ -92,6 +92,7 @@ def undescribed(path: Path, recipe: "Recipe") -> "ModelConfig | None":
 def parity(args: argparse.Namespace) -> int:
     """Two checkpoints, in any of three implementations, on held-out tokens; exit 1 when they differ."""
     from evals import localise, pairs
+    from infra.artifacts import write_json_atomic
     from model.convert.sources import resolve
     from pipelines.stages import read_recipe
     from pipelines.work import parity_prompts
@@ -112,7 +113,7 @@ def parity(args: argparse.Namespace) -> int:
     recipe = read_recipe(run)
     prompts = parity_prompts(recipe, run)
     first, second = (pairs.side(p, n, undescribed(p, recipe)) for p, n in zip((a, b), names))
-    found = pairs.compare(first, second, prompts, recipe.parity, mode=args.mode, out=args.out or None)
+    found = pairs.compare(first, second, prompts, recipe.parity, mode=args.mode)
     kl = max(found["kl_max"], found["reverse_kl_max"])
     print(
         f"A  {found['first']}\nB  {found['second']}\n{found['mode']}, prompts {found['shape']}, window {found['window']}"
@@ -129,15 +130,18 @@ def parity(args: argparse.Namespace) -> int:
         )
     print(f"worst: {found['where']}")
     if args.floor:
-        for name, floor in pairs.noise_floor(a, prompts, undescribed(a, recipe)).items():
+        found["floor"] = pairs.noise_floor(a, prompts, undescribed(a, recipe))
+        for name, floor in found["floor"].items():
             print(f"noise floor, {name}: max {floor['max']:.3g}, KL {floor['kl_max']:.3g}")
     if args.localise:
         from model.convert import stream
 
         source = stream.open_source(b, undescribed(b, recipe))
-        located = localise.localise(a, pairs.params_of(source), source.model, prompts[0])
-        print(localise.table(located))
-        found["ok"] = found["ok"] and located["ok"]
+        found["localise"] = localise.localise(a, pairs.params_of(source), source.model, prompts[0])
+        print(localise.table(found["localise"]))
+        found["ok"] = found["ok"] and found["localise"]["ok"]
+    if args.out:
+        write_json_atomic(args.out, found)
     print("PARITY" if found["ok"] else "NO PARITY")
     return 0 if found["ok"] else 1
 

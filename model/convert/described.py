@@ -4,8 +4,9 @@
     olmo_core_model(step_dir)  # what OLMo-core's scripts write beside a checkpoint
 
 Every tensor of a model with another activation, scaling or norm fits ours, and an export of it would be compared with
-our own reading of the same config. So each field is read, or held to the one value that ours has, or listed as without
-influence on the logits. The surprising thing: transformers 5 takes a top-level `rope_theta` for full-attention layers
+our own reading of the same config. So each field is read, or held to the one value that ours has, or (OLMo-core's)
+listed as without influence on the logits. HF's files carry dozens of fields that say nothing of the model; there the
+unknown ones are left to the gate, which runs the source in transformers. The surprising thing: transformers 5 takes a top-level `rope_theta` for full-attention layers
 only, where transformers 4 took it for all; a config that the two read differently is refused.
 """
 
@@ -33,7 +34,8 @@ HF_HELD = {
     "partial_rotary_factor": (None, 1),
     "quantization_config": (None,),
 }
-YARN_FIELDS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")
+PLAIN_FIELDS = {"rope_type", "rope_theta"}
+YARN_FIELDS = {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor"}
 
 # OLMo-core: per section, what it must be; what is read; what does not change the logits. Anything else must be off.
 NORM_HELD = {"name": ("rms", "fused_rms"), "elementwise_affine": (None, True), "bias": OFF}
@@ -84,26 +86,28 @@ class Reader:
             self.problems.append(f"{name} is {short(value)}, not an object")
         return {}
 
-    def count(self, tree: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    def count(self, tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
         """A whole number from 1 on; `default` where the field is absent or null."""
         value = tree.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
             said = "is missing" if value is None else f"is {short(value)}, not a count"
-            self.problems.append(f"{name} {said}")
+            self.problems.append(f"{key} {said}")
             return 1
         return value
 
-    def number(self, tree: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
-        """A positive finite number; `default` where the field is absent or null."""
+    def number(
+        self, tree: Mapping[str, Any], key: str, default: float | None = None, name: str = ""
+    ) -> float:
+        """A positive finite number; `default` where the field is absent or null. `name`: where the key alone says too little."""
         value = tree.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
             return float(value)
         said = "is missing" if value is None else f"is {short(value)}, not a positive number"
-        self.problems.append(f"{name} {said}")
+        self.problems.append(f"{name or key} {said}")
         return 1.0
 
     def held(self, tree: Mapping[str, Any], name: str, values: Mapping[str, tuple[Any, ...]]) -> None:
@@ -161,14 +165,8 @@ def hf_model(directory: str | Path) -> ModelConfig:
             "give the checkpoint of an OLMo 3 with its own config.json",
         )
     r.held(c, "", HF_HELD)
-    width, heads = (
-        r.count(c, "hidden_size", "hidden_size"),
-        r.count(c, "num_attention_heads", "num_attention_heads"),
-    )
-    layers, rows = (
-        r.count(c, "num_hidden_layers", "num_hidden_layers"),
-        r.count(c, "vocab_size", "vocab_size"),
-    )
+    width, heads = r.count(c, "hidden_size"), r.count(c, "num_attention_heads")
+    layers, rows = r.count(c, "num_hidden_layers"), r.count(c, "vocab_size")
     kinds = hf_layer_kinds(r, c.get("layer_types"), layers)
     theta, yarn = hf_rope(r, c)
     period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
@@ -176,17 +174,17 @@ def hf_model(directory: str | Path) -> ModelConfig:
         d_model=width,
         n_layers=layers,
         n_heads=heads,
-        n_kv_heads=r.count(c, "num_key_value_heads", "num_key_value_heads", heads),
-        head_dim=r.count(c, "head_dim", "head_dim", max(1, width // heads)),
-        d_ff=r.count(c, "intermediate_size", "intermediate_size"),
+        n_kv_heads=r.count(c, "num_key_value_heads", heads),
+        head_dim=r.count(c, "head_dim", max(1, width // heads)),
+        d_ff=r.count(c, "intermediate_size"),
         vocab_size=TRIMMED if rows == PADDED else rows,
         padded_vocab_size=PADDED if rows == TRIMMED else rows,
         layer_pattern=tuple(kinds[:period]),
         last_layer_full=kinds[-1] is LayerKind.FULL,
-        window=r.count(c, "sliding_window", "sliding_window"),
+        window=r.count(c, "sliding_window"),
         rope_theta=theta,
         rope_scaling=yarn,
-        norm_eps=r.number(c, "rms_norm_eps", "rms_norm_eps"),
+        norm_eps=r.number(c, "rms_norm_eps"),
     )
 
 
@@ -212,7 +210,7 @@ def hf_rope(r: Reader, c: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
         r.problems.append(
             f"rope_parameters.{key} stands under no kind of layer, where transformers ignores it"
         )
-    top = r.number(c, "rope_theta", "rope_theta", THETA)
+    top = r.number(c, "rope_theta", THETA)
     sliding = r.object(by_kind.get("sliding_attention"), "rope_parameters.sliding_attention")
     full = {
         **r.object(by_kind.get("full_attention"), "rope_parameters.full_attention"),
@@ -223,22 +221,23 @@ def hf_rope(r: Reader, c: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
             f"rope_theta is {top:g} at the top level only: transformers 5 gives the sliding layers {THETA:g}; "
             "state it in rope_parameters for both kinds of layer"
         )
-    theta = r.number(full, "rope_theta", "rope_theta of full attention", top)
-    other = r.number(sliding, "rope_theta", "rope_theta of sliding attention", top)
+    theta = r.number(full, "rope_theta", top, "rope_theta of full attention")
+    other = r.number(sliding, "rope_theta", top, "rope_theta of sliding attention")
     if theta != other:
         r.problems.append(f"rope_theta is {theta:g} in full attention and {other:g} in sliding attention")
     r.held(sliding, "rope_parameters.sliding_attention.", {"rope_type": ("default",)})
-    r.known(sliding, "rope_parameters.sliding_attention.", {"rope_type", "rope_theta"})
+    r.known(sliding, "rope_parameters.sliding_attention.", PLAIN_FIELDS)
     kind = full.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         r.problems.append(f"rope_type of full attention is {short(kind)}, not default or yarn")
         return theta, None
-    scaled = kind == "yarn"
-    r.known(full, "rope_parameters.full_attention.", {"rope_type", "rope_theta", *YARN_FIELDS[: 5 * scaled]})
-    if not scaled:
+    r.known(
+        full, "rope_parameters.full_attention.", PLAIN_FIELDS | (YARN_FIELDS if kind == "yarn" else set())
+    )
+    if kind == "default":
         return theta, None
     yarn = yarn_of(r, full, "original_max_position_embeddings")
-    said = r.number(full, "attention_factor", "attention_factor", attention_factor(yarn))
+    said = r.number(full, "attention_factor", attention_factor(yarn))
     if yarn is not None and not math.isclose(said, attention_factor(yarn), rel_tol=1e-6):
         r.problems.append(
             f"attention_factor is {said:g}; YaRN by {yarn.factor:g} has {attention_factor(yarn):.6g}"
@@ -249,10 +248,10 @@ def hf_rope(r: Reader, c: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
 def yarn_of(r: Reader, tree: Mapping[str, Any], context: str) -> YarnConfig | None:
     """The YaRN of `tree`, whose old context stands under `context`."""
     values = {
-        "factor": r.number(tree, "factor", "factor"),
-        "beta_fast": r.number(tree, "beta_fast", "beta_fast", 32.0),
-        "beta_slow": r.number(tree, "beta_slow", "beta_slow", 1.0),
-        "original_context": r.count(tree, context, context),
+        "factor": r.number(tree, "factor"),
+        "beta_fast": r.number(tree, "beta_fast", 32.0),
+        "beta_slow": r.number(tree, "beta_slow", 1.0),
+        "original_context": r.count(tree, context),
     }
     try:
         return YarnConfig.model_validate(values)
@@ -272,7 +271,7 @@ def olmo_core_model(step_dir: str | Path) -> ModelConfig:
     model = r.object(whole.get("model", whole), "model")
     r.held(model, "", MODEL_HELD)
     r.known(model, "", MODEL_HELD.keys() | MODEL_READ)
-    layers = r.count(model, "n_layers", "n_layers")
+    layers = r.count(model, "n_layers")
     block = r.object(model.get("block"), "block")
     mixer, eps = core_block(r, block, "block.")
     head = r.object(model.get("lm_head"), "lm_head")
@@ -285,25 +284,23 @@ def olmo_core_model(step_dir: str | Path) -> ModelConfig:
     if rope.get("scaling") is not None:
         r.problems.append("RoPE scaling on every layer; OLMo 3 scales full-attention layers only")
     pattern, window, last_full = core_window(r, mixer)
-    heads, rows = r.count(mixer, "n_heads", "n_heads"), r.count(model, "vocab_size", "vocab_size")
-    width = r.count(model, "d_model", "d_model")
+    heads, rows = r.count(mixer, "n_heads"), r.count(model, "vocab_size")
+    width = r.count(model, "d_model")
     fields = {
         "d_model": width,
         "n_layers": layers,
         "n_heads": heads,
-        "n_kv_heads": r.count(mixer, "n_kv_heads", "n_kv_heads", heads),
-        "head_dim": r.count(mixer, "head_dim", "head_dim", max(1, width // heads)),
-        "d_ff": r.count(
-            r.object(block.get("feed_forward"), "block.feed_forward"), "hidden_size", "hidden_size"
-        ),
+        "n_kv_heads": r.count(mixer, "n_kv_heads", heads),
+        "head_dim": r.count(mixer, "head_dim", max(1, width // heads)),
+        "d_ff": r.count(r.object(block.get("feed_forward"), "block.feed_forward"), "hidden_size"),
         "vocab_size": min(rows, TRIMMED),
         "padded_vocab_size": rows,
         "layer_pattern": pattern,
         "last_layer_full": last_full,
         "window": window,
-        "rope_theta": r.number(rope, "theta", "theta", THETA),
+        "rope_theta": r.number(rope, "theta", THETA),
         "norm_eps": eps.pop() if eps else 1e-6,
-        "init_std": r.number(model, "init_std", "init_std", 0.02),
+        "init_std": r.number(model, "init_std", 0.02),
         "init_seed": model.get("init_seed") or 0,
     }
     plain = r.model(**fields)
@@ -340,7 +337,7 @@ def core_norm(r: Reader, value: Any, name: str) -> set[float]:
         return set()
     r.held({"name": "default", **norm}, f"{name}.", NORM_HELD)
     r.known(norm, f"{name}.", NORM_HELD.keys() | NORM_READ)
-    return {r.number(norm, "eps", f"{name}.eps", 1e-5)}
+    return {r.number(norm, "eps", 1e-5, f"{name}.eps")}
 
 
 def core_window(r: Reader, mixer: Mapping[str, Any]) -> tuple[tuple[LayerKind, ...], int, bool]:

@@ -81,6 +81,12 @@ def hf_config(
     }
 
 
+def generation_config(rows: int, eos_id: int | None, pad_id: int | None) -> dict[str, Any]:
+    """`generation_config.json`: stops are the end of a turn and of a document, where the vocabulary has them."""
+    stops = [i for i in (IM_END_ID, eos_id) if i is not None and i < rows]
+    return {"eos_token_id": stops, "pad_token_id": pad_id}
+
+
 def export_hf(
     params: Any,
     cfg: ModelConfig,
@@ -122,14 +128,10 @@ def export_hf(
         shape = (rows, *e.shape[1:]) if e.vocab_rows else e.shape
 
         tensors.append((e.hf, shape, functools.partial(_rows, source, shape[0])))
-    generation = {
-        "eos_token_id": [i for i in (IM_END_ID, eos_id) if i is not None and i < rows],
-        "pad_token_id": pad_id,
-    }
     with atomic_dir(out_dir) as tmp:
         write(tmp, tensors, dtype, max_file_bytes)
         write_json_atomic(tmp / "config.json", config)
-        write_json_atomic(tmp / "generation_config.json", generation)
+        write_json_atomic(tmp / "generation_config.json", generation_config(rows, eos_id, pad_id))
     return config
 
 

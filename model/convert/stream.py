@@ -187,7 +187,7 @@ def convert(
     leaves nothing. Raises IdentityError where `out` is taken, where source and model disagree, where padding is asked for
     that the source lacks, or where the source changed while it was read; LeaseError where another process writes `out`.
     """
-    from model.convert.hf import hf_config
+    from model.convert.hf import generation_config, hf_config
 
     out = free_place(out)
     found = source if isinstance(source, Source) else open_source(source, model)
@@ -265,14 +265,6 @@ def free_place(out: str | Path) -> Path:
     if not above.is_dir():
         raise IdentityError(f"{above} is a file, so {out} cannot be made", "choose another OUT")
     return place
-
-
-def generation_config(rows: int, eos_id: int | None, pad_id: int | None) -> dict[str, Any]:
-    """`generation_config.json`: stops are the end of a turn and of a document, where the vocabulary has them."""
-    from model.convert.hf import IM_END_ID
-
-    stops = [i for i in (IM_END_ID, eos_id) if i is not None and i < rows]
-    return {"eos_token_id": stops, "pad_token_id": pad_id}
 
 
 def write_files(

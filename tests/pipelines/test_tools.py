@@ -72,20 +72,18 @@ def test_parity_is_answered_only_if_the_sub_blocks_agree_too(exported, monkeypat
     from evals import localise
     from pipelines.cli import main
 
-    command = [
-        "parity",
-        str(exported),
-        str(exported),
-        "--localise",
-        "--run-dir",
-        str(exported.parent / "run"),
-    ]
+    out = exported.parent / "new/result.json"
+    command = ["parity", str(exported), str(exported), "--localise", "--floor", "--out", str(out)]
+    command += ["--run-dir", str(exported.parent / "run")]
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "PARITY"
+    written = json.loads(out.read_text())
+    assert written["ok"] and written["localise"]["ok"] and len(written["floor"]) == 2
     real = localise.localise
     monkeypatch.setattr(localise, "localise", lambda *a: {**real(*a), "ok": False})
     assert main(command) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "NO PARITY"
+    assert json.loads(out.read_text())["ok"] is False
 
 
 @pytest.mark.parametrize("place", ["{hf}", "{hf}/config.json/x.json"])
