@@ -150,6 +150,7 @@ def quiet(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not args.debug:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("PREFECT_LOGGING_ROOT_LEVEL", "ERROR")  # Prefect sets the root logger anew
         logging.getLogger().setLevel(logging.ERROR)
 
 

@@ -17,7 +17,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from infra.errors import IdentityError
 
 MAX_METADATA_BYTES = 1 << 30
 MAX_PICKLE_BYTES = 1 << 20  # of one archive; a tensor's is 160 bytes
+MAX_TUPLE_LEAVES = 1000
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
@@ -67,7 +68,8 @@ class Index(Record):
     """Stand-in for MetadataIndex; usable as a key of a dict."""
 
     def __hash__(self) -> int:
-        return hash((str(self.get("fqn")), self.get("offset")))
+        name, offset = self.get("fqn"), self.get("offset")
+        return hash((name if isinstance(name, str) else None, offset if isinstance(offset, tuple) else None))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Index) and self.state == other.state
@@ -117,8 +119,14 @@ KNOWN: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 
 
-class SafeUnpickler(pickle.Unpickler):
-    """Knows the names in KNOWN and refuses every other."""
+class SafeUnpickler(pickle._Unpickler):
+    """Knows the names in KNOWN and refuses every other.
+
+    The interpreter's unpickler in Python: the one in C reserves memory for any number in a damaged stream. Tuples that
+    hold each other twice, fifty deep, would take for ever to be a key of a dict, so their whole size is bounded.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         found = KNOWN.get((module, name))
@@ -134,6 +142,26 @@ class SafeUnpickler(pickle.Unpickler):
         if kind != "storage" or not isinstance(dtype, Code):
             raise IdentityError(f"a checkpoint file holds a persistent object of kind {kind!r}")
         return str(dtype), str(key), int(numel)
+
+
+def _bounded(load_tuple: Any) -> Any:
+    def load(self: Any) -> None:
+        load_tuple(self)
+        if _leaves(self.stack[-1]) > MAX_TUPLE_LEAVES:
+            raise IdentityError(
+                "a checkpoint file nests tuples without end", "do not load this file: it may be hostile"
+            )
+
+    return load
+
+
+def _leaves(value: Any) -> int:
+    """Values in nested tuples; each inner one was bounded when it was made."""
+    return sum(map(_leaves, value)) if isinstance(value, tuple) and value else 1
+
+
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    SafeUnpickler.dispatch[_code[0]] = _bounded(SafeUnpickler.dispatch[_code[0]])
 
 
 def unpickle(data: bytes, what: str) -> Any:
@@ -181,15 +209,21 @@ class Checkpoint:
             )
         if path.stat().st_size > MAX_METADATA_BYTES:
             raise IdentityError(f"{path} has {path.stat().st_size} bytes; no real one is that large")
-        table = unpickle(path.read_bytes(), str(path))
-        if not isinstance(table, Record):
-            raise IdentityError(f"{path} is not the metadata of a checkpoint")
-        entries, places = table.get("state_dict_metadata"), table.get("storage_data")
-        if not isinstance(entries, dict) or not isinstance(places, dict):
-            raise IdentityError(f"{path} lacks its tables")
-        where = {(k.get("fqn"), k.get("offset")): self._place(k, v) for k, v in places.items()}
         self.tensors: dict[str, Stored] = {}
         self._values: dict[str, tuple[Path, int, int]] = {}
+        table = unpickle(path.read_bytes(), str(path))
+        try:
+            self._take(table)
+        except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as e:
+            raise IdentityError(
+                f"{path} is not the metadata of a checkpoint: {type(e).__name__}: {str(e)[:200]}",
+                "copy the checkpoint again",
+            ) from None
+
+    def _take(self, table: Any) -> None:
+        """Fill the tables of tensors and values; what is not shaped like one raises as Python does."""
+        entries, places = table.get("state_dict_metadata"), table.get("storage_data")
+        where = {(k.get("fqn"), k.get("offset")): self._place(k, v) for k, v in places.items()}
         for name, entry in entries.items():
             if entry.get("chunks") is not None:
                 self.tensors[name] = self._tensor(name, entry, where)

@@ -1,6 +1,7 @@
 """Files from outside, damaged at random: a named error or a good result, never a stack trace, a way out, or a bomb.
 
-Eight readers: manifest, recipe, token file, boundaries, safetensors header, checkpoint records, W&B export, results.
+Ten readers: manifest, recipe, token file, boundaries, safetensors header, checkpoint records, OLMo-core's checkpoints, foreign
+configs, W&B export, results.
 FUZZ_EXAMPLES inputs each (default 150 in `make test`); `FUZZ_EXAMPLES=20000 pytest tests/campaigns/test_untrusted_input.py`
 tries more.
 """
@@ -33,6 +34,10 @@ from evals.report.gather import compare_landmarks, landmark_results
 from infra.artifacts import read_json
 from infra.errors import DataError, IdentityError, ReproError
 from model import checkpoint
+from model.config import ModelConfig
+from model.convert.dcp import Checkpoint, unpickle
+from model.convert.described import hf_model, olmo_core_model
+from model.convert.hf import hf_config
 from model.convert.safetensors_io import Tensors
 from pipelines.recipe import Recipe, load_recipe, validate
 
@@ -279,6 +284,76 @@ def test_a_checkpoint_of_an_absurd_model_is_refused_at_once(tmp_path, size, valu
     with pytest.raises(ReproError, match=size):
         checkpoint.restore_params(tmp_path, 3, verify=False)
     assert time.monotonic() - begun < 5
+
+
+@pytest.fixture(scope="module")
+def olmo_core_checkpoint(tmp_path_factory):
+    """A checkpoint of torch's, by file name: two tensors and a value."""
+    import torch
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    place = tmp_path_factory.mktemp("dcp")
+    state = {"model.a": torch.ones(2, 3), "optim.b": torch.ones(4), "optim.lr": 0.1}
+    torch_checkpoint.save(state, checkpoint_id=place, no_dist=True)
+    return {p.name: p.read_bytes() for p in place.iterdir()}
+
+
+def read_olmo_core(place, files):
+    place.mkdir(exist_ok=True)
+    for name, raw in files.items():
+        (place / name).write_bytes(raw)
+    found = Checkpoint(place)
+    tensors = {name: found.read(name) for name in found.tensors}
+    return tensors, {name: found.value(name) for name in found.values()}
+
+
+def test_a_good_olmo_core_checkpoint_is_read(tmp_path, olmo_core_checkpoint):
+    tensors, values = read_olmo_core(tmp_path, olmo_core_checkpoint)
+    assert tensors["model.a"].tolist() == [[1.0] * 3] * 2 and tensors["optim.b"].shape == (4,)
+    assert values == {"optim.lr": 0.1}
+
+
+@many
+@given(data=st.data())
+def test_olmo_core_checkpoint(folder, olmo_core_checkpoint, data):
+    name = data.draw(st.sampled_from(sorted(olmo_core_checkpoint)))
+    raw = data.draw(damaged_bytes(olmo_core_checkpoint[name]))
+    with contextlib.suppress(ReproError):
+        tensors, _ = read_olmo_core(folder / "dcp", {**olmo_core_checkpoint, name: raw})
+        assert sum(t.nbytes for t in tensors.values()) <= 1000
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x80\x02K\x01r\xff\xff\xff\x7f.",  # remembered as number 2^31: C's unpickler makes a table that long
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",  # a string of 2^40 bytes
+        b"\x80\x02)" + b"q\x00h\x00\x86" * 60 + b"q\x00}h\x00K\x01s.",  # a key of 2^60 leaves
+    ],
+)
+def test_a_pickle_bomb_ends_at_once(bomb):
+    begun = time.monotonic()
+    tracemalloc.start()
+    with contextlib.suppress(IdentityError):
+        unpickle(bomb, "bomb")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 and time.monotonic() - begun < 5
+
+
+HF_CONFIG = hf_config(load_recipe("tiny").model, context_length=64, eos_id=0, pad_id=1)
+
+
+@many
+@given(tree=damaged(HF_CONFIG), core=st.data())
+def test_foreign_configs(folder, tree, core):
+    from evals.reference.olmo_core_model import olmo_core_config
+
+    whole = json.loads(json.dumps({"model": olmo_core_config(load_recipe("tiny").model).as_config_dict()}))
+    for config, read in ((tree, hf_model), (core.draw(damaged(whole)), olmo_core_model)):
+        (folder / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(ReproError):
+            assert isinstance(read(folder), ModelConfig)
 
 
 CSV = 'Step,"run - train/CE loss","run - train/CE loss__MIN","run - optim/LR (group 0)"\n1,11.5,11.5,1e-4\n2,11.4,11.4,2e-4\n3,,,\n'
