@@ -31,8 +31,14 @@ class Lease:
         self._fd = -1
 
     def __enter__(self) -> "Lease":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as e:
+            raise LeaseError(
+                f"{self.path} cannot be written: {e.strerror}",
+                "make the directory writable, or choose another RUN_DIR",
+            ) from None
         deadline = time.monotonic() + self.wait_seconds
         while True:
             try:
@@ -63,5 +69,5 @@ class Lease:
         try:
             owner = json.loads(os.pread(self._fd, 4096, 0) or b"{}")
             return f"{owner['what']} (process {owner['pid']})"
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return "another process"

@@ -19,9 +19,13 @@ STARTED_BY = "REPRO_STARTED_BY"
 
 
 def start_time(pid: int) -> str:
-    """The kernel's start time of a process in clock ticks since boot; '' if there is no such process."""
+    """The kernel's start time of a process in clock ticks since boot; '' if there is none, or it has ended.
+
+    One that was killed stands in the table until its parent asks for its status, which may be never.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return ""
 

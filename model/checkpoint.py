@@ -15,8 +15,9 @@ import itertools
 import os
 import re
 import shutil
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from infra.errors import IdentityError, ReproError
 from model.config import ModelConfig
 
 MANIFEST, META, FORMAT = "MANIFEST.json", "meta.json", 1
+CONTENTS = ("params", "optimizer", META)
+WRITING, DELETED, ASIDE = ".writing-", ".deleted-", "set-aside-"
 LAYOUT = "pattern-scan-v1"  # how layers are stacked in the tree; named in meta.json
-STEP = re.compile(r"^step(\d+)$")
+STEP = re.compile(r"^step(0|[1-9]\d*)$")
 BARRIER_SECONDS = 1800  # hosts wait so long for each other's parts, and for the digests
 _saves = itertools.count()  # every process counts alike, so a barrier's name is never used twice
 
@@ -55,11 +58,17 @@ def problem(directory: Path, verify: bool = False, parts: tuple[str, ...] = ()) 
     """
     if not (directory / MANIFEST).is_file():
         return "no manifest: half-written"
+    named = STEP.match(directory.name)
     try:
         manifest = read_json(directory / MANIFEST)
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             return f"format {manifest['format']}, this code reads {FORMAT}"
+        if named and manifest["step"] != int(named.group(1)):
+            return f"its manifest is that of step {manifest['step']}"
+        for part in CONTENTS:
+            if not any(name.split("/")[0] == part for name in files):
+                return f"broken manifest: it lists no {part}"
         for name, entry in files.items():
             if name.startswith("/") or ".." in name.split("/") or "\0" in name:
                 return f"broken manifest: {name!r} lies outside the checkpoint"
@@ -67,10 +76,13 @@ def problem(directory: Path, verify: bool = False, parts: tuple[str, ...] = ()) 
                 return f"broken manifest: no digest and size of {name}"
     except (ReproError, KeyError, TypeError, AttributeError) as e:
         return f"broken manifest: {e}"
-    for name, entry in files.items():
-        path = directory / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return f"{name} is missing or has another size"
+    try:
+        for name, entry in files.items():
+            path = directory / name
+            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+                return f"{name} is missing or has another size"
+    except (OSError, ValueError) as e:  # no name that a file can have
+        return f"broken manifest: {name[:80]!r}: {e.__class__.__name__}"
     if verify:
         names = [n for n in files if not parts or n.split("/")[0] in parts]
         for name, digest in zip(names, sha256_files(directory / n for n in names)):
@@ -85,9 +97,10 @@ def committed(root: str | Path) -> Found:
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         match = STEP.match(path.name)
-        if not path.is_dir() or path.name.startswith(".deleted-"):
+        if not path.is_dir() or path.name.startswith((DELETED, ASIDE)):
             continue
-        why = problem(path) if match else "not a step directory"
+        other = "half-written: never committed" if path.name.startswith(WRITING) else "not a step directory"
+        why = problem(path) if match else other
         if match and why is None:
             steps.append(int(match.group(1)))
         else:
@@ -108,6 +121,33 @@ def latest_committed(root: str | Path, verify: bool = True) -> tuple[int | None,
             return step, tuple(skipped)
         skipped.append((f"step{step}", why))
     return None, tuple(skipped)
+
+
+def make_room(root: Path, step: int) -> list[str]:
+    """Before a run goes on from `step`: what its writer left behind is removed, what stands in its way is set aside.
+
+    Removed: checkpoints that were never committed or were being deleted. Set aside, with its new name returned: any
+    step beyond `step`; it was passed over, and would be counted among the checkpoints to keep. Only the owner of the
+    run's lease calls this.
+    """
+    aside = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        match = STEP.match(path.name)
+        if path.name.startswith((WRITING, DELETED)):
+            shutil.rmtree(path)
+        elif match and int(match.group(1)) > step:
+            aside.append(set_aside(path).name)
+    return aside
+
+
+def set_aside(path: Path) -> Path:
+    """Rename the directory of a step out of the way; its new place."""
+    new, n = path.with_name(f"{ASIDE}{path.name}"), 0
+    while new.exists():
+        n += 1
+        new = path.with_name(f"{ASIDE}{path.name}-{n}")
+    os.replace(path, new)
+    return new
 
 
 def read_meta(root: str | Path, step: int) -> dict[str, Any]:
@@ -183,7 +223,7 @@ def _read_tree(path: Path, abstract: Any) -> Any:
             f"{path} does not exist: the checkpoint holds no such part", "choose another step"
         )
     with ocp.StandardCheckpointer() as reader:
-        saved = reader.metadata(path.absolute()).item_metadata.tree
+        saved = _guarded(path, lambda: reader.metadata(path.absolute()).item_metadata.tree)
         have = {
             jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(saved)
         }
@@ -197,7 +237,18 @@ def _read_tree(path: Path, abstract: Any) -> Any:
                 f"{path} holds another model: {'; '.join(wrong[:5])}",
                 "restore with the model config in its meta.json",
             )
-        return reader.restore(path.absolute(), abstract)
+        return _guarded(path, lambda: reader.restore(path.absolute(), abstract))
+
+
+def _guarded(path: Path, read: Callable[[], Any]) -> Any:
+    """`read()`; what Orbax and tensorstore raise over damaged files of their own becomes one named error."""
+    try:
+        return read()
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as e:
+        raise IdentityError(
+            f"{path} cannot be read: {type(e).__name__}: {str(e)[:300]}",
+            "choose another step, or copy the checkpoint again",
+        ) from e
 
 
 def state_digest(tree: Any) -> str:
@@ -280,18 +331,27 @@ class Saver:
         path = step_dir(self.root, step)
         try:
             write_checkpoint(self.root, step, state, meta)
-            if jax.process_index() == 0:
-                self._retire()
         except Exception as e:
             self._error = (path, e)
+            return
+        if jax.process_index() == 0:
+            self._retire(step)
 
-    def _retire(self) -> None:
-        """Delete committed checkpoints that are neither landmarks nor among the last `keep_last`."""
-        others = [s for s in committed(self.root).steps if s not in self.keep]
+    def _retire(self, newest: int) -> None:
+        """Delete committed checkpoints up to `newest` that are neither landmarks nor among the last `keep_last`.
+
+        `newest` has just been written, and stays. One that cannot be deleted is no reason to stop training.
+        """
+        others = [s for s in committed(self.root).steps if s not in self.keep and s <= newest]
         for step in others[: -self.keep_last]:
-            doomed = self.root / f".deleted-step{step}"
-            os.replace(step_dir(self.root, step), doomed)
-            shutil.rmtree(doomed)
+            doomed = self.root / f"{DELETED}step{step}"
+            try:
+                if doomed.exists():
+                    shutil.rmtree(doomed)
+                os.replace(step_dir(self.root, step), doomed)
+                shutil.rmtree(doomed)
+            except OSError as e:
+                print(f"the old checkpoint step{step} was not deleted: {e}", file=sys.stderr)
 
 
 def write_checkpoint(
@@ -314,7 +374,7 @@ def write_checkpoint(
         )
     lead, name = jax.process_index() == 0, f"checkpoint{next(_saves)}-step{step}"
     wait = ocp.multihost.get_barrier_sync_fn()
-    final, tmp = step_dir(root, step), root / f".writing-step{step}"
+    final, tmp = step_dir(root, step), root / f"{WRITING}step{step}"
     if lead:
         root.mkdir(parents=True, exist_ok=True)
         if tmp.exists():
@@ -340,9 +400,5 @@ def _commit(root: Path, step: int, tmp: Path, final: Path, meta: dict[str, Any])
     write_json_atomic(tmp / META, meta)
     write_json_atomic(tmp / MANIFEST, {"format": FORMAT, "step": step, "files": digest_tree(tmp)})
     if final.exists():
-        aside, n = root / f"set-aside-step{step}", 0
-        while aside.exists():
-            n += 1
-            aside = root / f"set-aside-step{step}-{n}"
-        os.replace(final, aside)
+        set_aside(final)
     os.replace(tmp, final)

@@ -12,13 +12,24 @@ from typing import Any, TextIO
 from infra.artifacts import write_bytes_atomic
 from infra.errors import IdentityError
 
+DAMAGED = "put a copy of the log back, or train again: `repro train --redo`"
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; a half-written last line is left out."""
+    """All complete lines; a half-written last line is left out. Raises IdentityError that names a damaged line."""
     if not path.is_file():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        if line:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                row = None
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise IdentityError(f"line {number} of {path} is no record of a step", DAMAGED)
+            rows.append(row)
+    return rows
 
 
 def truncate(path: Path, step: int) -> None:
@@ -26,10 +37,7 @@ def truncate(path: Path, step: int) -> None:
     kept = [m for m in read_metrics(path) if m["step"] <= step]
     steps = [m["step"] for m in kept]
     if steps != list(range(1, step + 1)):
-        raise IdentityError(
-            f"{path} does not hold each of the steps 1..{step} once",
-            "the log was edited or belongs to another run; start over with FRESH=1",
-        )
+        raise IdentityError(f"{path} does not hold each of the steps 1..{step} once", DAMAGED)
     text = "".join(json.dumps(m) + "\n" for m in kept)
     if step or path.exists():
         write_bytes_atomic(path, text.encode())

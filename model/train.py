@@ -12,6 +12,7 @@ checkpoint the log is brought up to date, so every checkpoint has its lines.
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ from infra.lease import Lease
 from infra.owner import watch_owner
 from infra.progress import Progress
 from infra.topology import peak_flops
-from model import checkpoint, hosts, sharding, skip_step, stage
+from model import checkpoint, hosts, seams, sharding, skip_step, stage
 from model import step as step_lib
 from model.config import (
     HistoryConfig,
@@ -71,6 +72,8 @@ class TrainSpec:
         """The spec in RUN/recipe.json; other sections of the recipe are not looked at."""
         run = Path(run)
         recipe = read_json(run / "recipe.json")
+        if not isinstance(recipe, dict):
+            raise RecipeError(f"{run}/recipe.json is no object", "write the recipe again")
         sections: dict[str, Any] = {}
         for field in dataclasses.fields(cls)[1:]:
             if field.name not in recipe:
@@ -103,10 +106,29 @@ class Preempted(Exception):
     """SIGTERM arrived; the state is saved."""
 
 
+class Stop:
+    """What SIGTERM does. In the loop: `asked` becomes true, the loop saves and ends. Before it nothing is to be saved, so
+    the process ends at once, with the same status; not where other hosts wait for this one (`at_once=False`).
+    """
+
+    def __init__(self, at_once: bool = True):
+        self.asked, self.at_once = False, at_once
+
+    def listen(self) -> Any:
+        """Take SIGTERM from here on; the handler before."""
+        return signal.signal(signal.SIGTERM, self._told)
+
+    def _told(self, signum: int, frame: Any) -> None:
+        if self.at_once:
+            os.write(2, b"SIGTERM before the first step: nothing to save, start again\n")
+            os._exit(PREEMPTED)
+        self.asked = True
+
+
 class Trainer:
     """One run of the loop. Split in methods so that each can be read alone."""
 
-    def __init__(self, spec: TrainSpec):
+    def __init__(self, spec: TrainSpec, stop: Stop | None = None):
         from data.index import InstanceIndex
         from data.masks import open_mask
         from data.order import describe_order, open_order
@@ -135,7 +157,7 @@ class Trainer:
             self.identity["entered_from"] = self.entry.fingerprint
         self.root = run / "checkpoints"
         self.hosts = hosts.Hosts(self.step_spec.mesh)
-        self.stop = False
+        self.stop = stop or Stop(at_once=False)
 
     def start(self) -> tuple[int, Any, Any]:
         """(steps done, state, receipt): from the newest whole checkpoint, or from the step-0 weights."""
@@ -151,7 +173,13 @@ class Trainer:
             params = import_hf(self.spec.run / "init" / "hf", self.spec.model, same_architecture=False)
             return 0, step_lib.new_state(self.step_spec, params, self.spec.history), Receipt()
         meta = checkpoint.read_meta(self.root, step)
-        wrong = differences(meta["identity"], self.identity)
+        stored: dict[str, Any] = {name: meta.get(name) for name in ("identity", "receipt", "position")}
+        if not all(isinstance(value, dict) for value in stored.values()):
+            raise IdentityError(
+                f"{checkpoint.step_dir(self.root, step)}/{checkpoint.META} lacks what training goes on from ({', '.join(stored)})",
+                "move this checkpoint away: the one before it is taken",
+            )
+        wrong = differences(stored["identity"], self.identity)
         if wrong:
             raise IdentityError(
                 f"checkpoint step{step} in {self.root} was made by another recipe; different: {', '.join(wrong[:6])}",
@@ -159,10 +187,11 @@ class Trainer:
             )
         abstract = step_lib.abstract_state(self.step_spec)
         state, meta = checkpoint.restore(self.root, step, abstract, verify=False)  # verified just above
-        receipt = Receipt.from_json(meta["receipt"])
-        if not step == int(state["step"]) == receipt.step == meta["position"]["step"]:
+        receipt = Receipt.from_json(stored["receipt"])
+        if not step == int(state["step"]) == receipt.step == stored["position"].get("step"):
             raise IdentityError(
-                f"step{step} in {self.root}: its parts stand at different steps", "delete it by hand"
+                f"step{step} in {self.root}: its parts stand at different steps",
+                "move this checkpoint away: the one before it is taken",
             )
         if hosts.lead():
             print(f"resuming from {checkpoint.step_dir(self.root, step)}", file=sys.stderr)
@@ -210,8 +239,11 @@ class Trainer:
         done, state, receipt = self.start()
         log_path = spec.run / "train" / "metrics.jsonl"
         if lead:
+            for name in checkpoint.make_room(self.root, done):
+                print(f"set aside as {self.root / name}", file=sys.stderr)
             truncate(log_path, done)
-        summary = {"resumed_from": done, "steps": train.steps, "seconds": 0.0, "skipped_steps": 0}
+            seams.note(log_path.parent / seams.FILE, done + 1, self.step_spec.mesh)
+        summary = {"resumed_from": done, "steps": max(train.steps, done), "seconds": 0.0, "skipped_steps": 0}
         if done >= train.steps:
             return {**summary, "receipt": receipt.hexdigest()}
         rows, length = spec.data.global_batch_instances, spec.data.sequence_length
@@ -261,6 +293,7 @@ class Trainer:
                 skipped = "  SKIPPED" if values["skipped"] else ""
                 progress.update(record["step"], f"CE {values['ce']:.4f}{skipped}")
 
+            self.stop.at_once = False
             with jax.transfer_guard("disallow"):
                 for batch, placed in self.feed(done + 1, train.steps):
                     saver.check()
@@ -270,7 +303,7 @@ class Trainer:
                     rows = step_digest(
                         batch.step, batch.ids, batch.tokens, self.hosts.group, self.hosts.groups
                     )
-                    told = self.hosts.tell(rows, self.stop, after=device_metrics)
+                    told = self.hosts.tell(rows, self.stop.asked, after=device_metrics)
                     flush(pending)
                     pending = {
                         "step": batch.step,
@@ -280,7 +313,7 @@ class Trainer:
                         "receipt": "",
                         "tokens_seen": batch.step * spec.data.global_batch_tokens,
                     }
-                    at, stop = batch.step, stopping or (self.stop and self.hosts.count == 1)
+                    at, stop = batch.step, stopping or (self.stop.asked and self.hosts.count == 1)
                     if at in landmarks or at % train.checkpoint_every == 0 or at == train.steps or stop:
                         flush(pending)
                         pending = None
@@ -325,23 +358,13 @@ class Trainer:
             yield ahead
 
 
-def train(spec: TrainSpec) -> dict[str, Any]:
+def train(spec: TrainSpec, stop: Stop | None = None) -> dict[str, Any]:
     """Run the loop under the lease of the run's training directory; returns a summary.
 
-    Raises Preempted after SIGTERM, ReproError for anything the user can fix.
+    Raises Preempted once `stop` was asked for and the state is saved, ReproError for anything the user can fix.
     """
     with hosts.leading(Lease(spec.run / ".lease.train", "training", wait_seconds=TAKEOVER_SECONDS)):
-        trainer = Trainer(spec)
-
-        def on_sigterm(signum: int, frame: Any) -> None:
-            trainer.stop = True
-
-        before = signal.signal(signal.SIGTERM, on_sigterm)
-        try:
-            return trainer.run()
-        finally:
-            # None: the handler was jax.distributed's own, which Python cannot put back.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        return Trainer(spec, stop).run()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -356,11 +379,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--process", type=int, default=None, help="this one, from 0")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     args = parser.parse_args(argv)
+    stop = Stop(at_once=not args.distributed)
+    stop.listen()
     try:
         watch_owner()
         if args.distributed:
             jax.distributed.initialize(args.coordinator, args.processes, args.process)
-        summary = train(TrainSpec.from_run(args.run))
+            stop.listen()  # jax has put its own handler there
+        summary = train(TrainSpec.from_run(args.run), stop)
     except Preempted as e:
         print(e, file=sys.stderr)
         return PREEMPTED
@@ -377,4 +403,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and said: a second one changes nothing
+    sys.exit(status)

@@ -31,7 +31,7 @@ from data.token_files import TokenShard, open_tokens, verify_shard
 from evals.config import EvalConfig
 from evals.logged_curve import Curve, read_wandb
 from evals.report.gather import compare_landmarks, landmark_results
-from infra.artifacts import read_json
+from infra.artifacts import digest_tree, read_json
 from infra.errors import DataError, IdentityError, ReproError
 from model import checkpoint
 from model.config import ModelConfig
@@ -278,8 +278,9 @@ def test_a_checkpoint_of_an_absurd_model_is_refused_at_once(tmp_path, size, valu
     place = tmp_path / "step3"
     place.mkdir()
     (place / "meta.json").write_text(json.dumps(meta))
-    digest = {"sha256": "0" * 64, "bytes": (place / "meta.json").stat().st_size}
-    (place / "MANIFEST.json").write_text(json.dumps({"format": 1, "step": 3, "files": {"meta.json": digest}}))
+    for name in ("params", "optimizer"):
+        (place / name).write_bytes(b"")
+    (place / "MANIFEST.json").write_text(json.dumps({"format": 1, "step": 3, "files": digest_tree(place)}))
     begun = time.monotonic()
     with pytest.raises(ReproError, match=size):
         checkpoint.restore_params(tmp_path, 3, verify=False)

@@ -71,12 +71,12 @@ def test_job_ends_when_its_owner_dies(tmp_path):
         [sys.executable, "-c", owner, job, str(tmp_path / "saved")], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "up\n"
-    process.kill()
-    process.wait()
+    process.kill()  # and not waited for: a killed launcher may stand in the table for ever
     deadline = time.monotonic() + 20
     while not (tmp_path / "saved").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (tmp_path / "saved").read_text() == "saved"
+    process.wait()
 
 
 FOREIGN = """

@@ -21,8 +21,9 @@ def test_two_machines_evaluate_each_landmark_once_and_the_bucket_has_the_results
         (m.local / "reference" / "checkpoints" / "large").write_bytes(b"not needed for evaluation")
         for step in (2, 4):
             root = m.local / "checkpoints" / f"step{step}"
-            (root / "params").mkdir(parents=True)
-            (root / "params" / "d").write_bytes(b"w" * step)
+            for name in ("params/d", "optimizer/d", "meta.json"):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes(b"w" * step)
             write_json_atomic(root / "MANIFEST.json", {"format": 1, "step": step, "files": digest_tree(root)})
     calls: list[int] = []
     both = threading.Barrier(2)

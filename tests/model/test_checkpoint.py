@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infra.artifacts import digest_tree
 from infra.errors import IdentityError, ReproError
 from model import checkpoint
 from model import step as step_lib
-from model.checkpoint import Saver, committed, latest_committed, restore, restore_params, state_digest
+from model.checkpoint import (
+    Saver,
+    committed,
+    latest_committed,
+    make_room,
+    restore,
+    restore_params,
+    state_digest,
+)
 from model.config import HistoryConfig, LossConfig, MeshConfig, NumericsConfig, OptimizerConfig
 from model.sharding import make_mesh
 
@@ -137,6 +146,82 @@ def test_leftovers_of_a_killed_writer(tmp_path, spec, state):
     assert step == 1 and skipped[0][0] == ".writing-step2"
     save(tmp_path, 2, state, spec)
     assert committed(tmp_path).steps == (1, 2)
+
+
+def test_after_a_roll_back_what_is_saved_stays(tmp_path, spec, state):
+    """Corrupt steps beyond the one that training went on from must not take the places of those it saves now."""
+    with Saver(tmp_path, keep=(3,), keep_last=2) as saver:
+        for step in (3, 7, 9):
+            saver.save(step, at(state, step), meta(spec))
+    for step in (7, 9):
+        damage(tmp_path / f"step{step}", "flipped bit")
+    assert latest_committed(tmp_path)[0] == 3
+    with Saver(
+        tmp_path, keep=(3,), keep_last=1
+    ) as saver:  # without make_room: the newest written still stays
+        saver.save(4, at(state, 4), meta(spec))
+    assert committed(tmp_path).steps == (3, 4, 7, 9)
+    assert make_room(tmp_path, 4) == ["set-aside-step7", "set-aside-step9"]
+    with Saver(tmp_path, keep=(3,), keep_last=2) as saver:
+        for step in (5, 6):
+            saver.save(step, at(state, step), meta(spec))
+    assert committed(tmp_path).steps == (3, 5, 6)
+    assert (tmp_path / "set-aside-step9" / "meta.json").is_file()
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path, spec, state):
+    save(tmp_path, 1, state, spec)
+    for name in (".writing-step2", ".deleted-step1", ".deleted-step5"):
+        shutil.copytree(tmp_path / "step1", tmp_path / name)
+    with Saver(tmp_path, keep_last=1) as saver:  # step1 is retired over its own leftover
+        saver.save(2, at(state, 2), meta(spec))
+    assert committed(tmp_path).steps == (2,)
+    make_room(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step2"]
+
+
+def test_a_hollow_or_renamed_checkpoint_is_none(tmp_path, spec, state):
+    save(tmp_path, 1, state, spec)
+    shutil.copytree(tmp_path / "step1", tmp_path / "step8")
+    (tmp_path / "step9").mkdir()
+    (tmp_path / "step9" / "MANIFEST.json").write_text('{"format": 1, "step": 9, "files": {}}')
+    shutil.copytree(tmp_path / "step1", tmp_path / "step010")
+    step, skipped = latest_committed(tmp_path)
+    assert step == 1
+    assert dict(skipped) == {
+        "step010": "not a step directory",
+        "step8": "its manifest is that of step 1",
+        "step9": "broken manifest: it lists no params",
+    }
+
+
+def fitting(directory):
+    """Write a manifest that fits what now lies in `directory`: damage that no digest sees."""
+    (directory / "MANIFEST.json").unlink()
+    record = {"format": 1, "step": int(directory.name[4:]), "files": digest_tree(directory)}
+    (directory / "MANIFEST.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("file", ["_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas/process_0"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"null", b"[" * 100_000])
+def test_damaged_files_of_orbax_are_one_named_error(tmp_path, spec, state, file, content):
+    save(tmp_path, 1, state, spec)
+    (tmp_path / "step1" / "params" / file).write_bytes(content)
+    fitting(tmp_path / "step1")
+    try:
+        params, _ = restore_params(tmp_path, 1)
+    except IdentityError as e:
+        assert "step1" in str(e)
+    else:  # what Orbax does not need
+        assert state_digest(params) == state_digest(at(state, 1)["params"])
+
+
+def test_a_name_that_no_file_can_have(tmp_path, spec, state):
+    save(tmp_path, 1, state, spec)
+    manifest = json.loads((tmp_path / "step1" / "MANIFEST.json").read_text())
+    manifest["files"]["params/" + "x" * 300] = {"sha256": "0" * 64, "bytes": 1}
+    (tmp_path / "step1" / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert latest_committed(tmp_path)[0] is None
 
 
 def test_retention_keeps_landmarks(tmp_path, spec, state):

@@ -11,9 +11,11 @@ import time
 import numpy as np
 import pytest
 
+from infra.artifacts import digest_tree, write_json_atomic
 from infra.errors import IdentityError, ReproError
 from model import checkpoint
 from model.metrics import read_metrics
+from model.seams import note, seams
 from model.train import TrainSpec, train
 
 STABLE = ("step", "ce", "z_loss", "grad_norm", "skipped", "lr", "receipt", "tokens_seen")
@@ -118,6 +120,109 @@ def test_every_logged_step_is_on_disk_before_its_checkpoint_is_committed(make_ru
     for at, (what, k) in enumerate(seen):
         synced = [lines for kind, lines in seen[:at] if kind == "log"]
         assert what == "log" or k in synced, (k, synced)
+
+
+def test_sigterm_before_the_first_step_and_a_second_one_end_with_75(make_run):
+    run = make_run(steps=400, instances=1700, train={"checkpoint_every": 50})
+    begins = start(run)
+    while not catches(begins.pid, signal.SIGTERM):
+        assert begins.poll() is None
+        time.sleep(0.02)
+    begins.send_signal(signal.SIGTERM)
+    assert begins.wait(60) == 75, begins.stderr.read()
+    told = start(run)
+    wait_for_step(run, 3, told)
+    told.send_signal(signal.SIGTERM)
+    while told.poll() is None:  # again and again, until it is gone
+        told.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    assert told.returncode == 75, told.stderr.read()
+    assert checkpoint.latest_committed(run / "checkpoints")[0] >= 3
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for the signal."""
+    with open(f"/proc/{pid}/status") as f:
+        caught = next(line for line in f if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def test_a_rolled_back_run_keeps_what_it_saves_and_notes_where_it_moved(make_run):
+    """The newest two checkpoints are corrupt: the run goes on from the one before, and its saves stay."""
+    run = make_run()
+    edit(run, "train", steps=8, landmarks=[8], checkpoint_every=2, keep_last=2)
+    train(TrainSpec.from_run(run))
+    edit(run, "train", steps=10, landmarks=[4, 10])
+    for step in (6, 8):
+        big = max((run / "checkpoints" / f"step{step}").rglob("*"), key=lambda p: p.stat().st_size)
+        raw = bytearray(big.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        big.write_bytes(bytes(raw))
+    shutil.copytree(run / "checkpoints" / "step8", run / "checkpoints" / ".writing-step12")
+    assert checkpoint.latest_committed(run / "checkpoints")[0] == 4
+    train(TrainSpec.from_run(run))
+    names = {p.name for p in (run / "checkpoints").iterdir()}
+    assert names == {"step4", "step6", "step8", "step10", "set-aside-step6", "set-aside-step8"}
+    assert checkpoint.latest_committed(run / "checkpoints") == (10, ())
+    assert [s["first_step"] for s in seams(run / "train" / "seams.json")] == [1]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe\n", b"[]\n", b"{}\n", b"{\n", b'{"step": "one"}\n'])
+def test_a_damaged_log_is_named_with_its_line(make_run, line):
+    run = make_run()
+    edit(run, "train", steps=2, landmarks=[2])
+    train(TrainSpec.from_run(run))
+    log = run / "train" / "metrics.jsonl"
+    log.write_bytes(log.read_bytes().splitlines(True)[0] + line)
+    edit(run, "train", steps=3, landmarks=[3])
+    with pytest.raises(IdentityError, match=r"line 2 of .*metrics.jsonl"):
+        train(TrainSpec.from_run(run))
+
+
+@pytest.mark.parametrize("gone", ["identity", "receipt", "position"])
+def test_a_checkpoint_record_without_what_training_needs_is_named(make_run, gone):
+    run = make_run()
+    edit(run, "train", steps=2, landmarks=[2])
+    train(TrainSpec.from_run(run))
+    place = run / "checkpoints" / "step2"
+    meta = json.loads((place / "meta.json").read_text())
+    meta[gone] = None
+    (place / "meta.json").write_text(json.dumps(meta))
+    (place / "MANIFEST.json").unlink()
+    write_json_atomic(place / "MANIFEST.json", {"format": 1, "step": 2, "files": digest_tree(place)})
+    edit(run, "train", steps=3, landmarks=[3])
+    with pytest.raises(IdentityError, match=rf"step2/meta.json lacks .*{gone}"):
+        train(TrainSpec.from_run(run))
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[]"])
+def test_a_recipe_that_is_no_object(tmp_path, text):
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(ReproError, match="is no object"):
+        TrainSpec.from_run(tmp_path)
+
+
+def test_seams_say_from_which_step_on_which_mesh(tmp_path):
+    from model.config import MeshConfig
+    from model.sharding import make_mesh
+
+    path, one = tmp_path / "seams.json", make_mesh(MeshConfig())
+    note(path, 1, one)
+    first = path.read_bytes()
+    note(path, 7, one)  # went on where it was: nothing to say
+    assert path.read_bytes() == first
+    moved = [
+        *seams(path),
+        {"first_step": 9, "mesh": {"data": 1, "fsdp": 2, "tensor": 1}, "devices": 2, "kind": "cpu"},
+    ]
+    write_json_atomic(path, moved)
+    note(path, 13, one)
+    assert [(s["first_step"], s["devices"]) for s in seams(path)] == [(1, 1), (9, 2), (13, 1)]
+    note(path, 9, one)  # rolled back to step 8: steps 9.. are trained again, here
+    assert path.read_bytes() == first
+    path.write_text('[{"first_step": "x"}]')
+    with pytest.raises(IdentityError, match=r"seams.json"):
+        seams(path)
 
 
 def test_a_save_that_fails_stops_the_run_and_names_its_path(make_run):  # D1

@@ -36,8 +36,9 @@ def commit(run: Path, step: int, content: bytes = b"weights") -> None:
     from infra.artifacts import digest_tree
 
     root = run / "checkpoints" / f"step{step}"
-    (root / "params").mkdir(parents=True, exist_ok=True)
-    (root / "params" / "d").write_bytes(content)
+    for name in ("params/d", "optimizer/d", "meta.json"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
     (root / "MANIFEST.json").unlink(missing_ok=True)
     write_json_atomic(root / "MANIFEST.json", {"format": 1, "step": step, "files": digest_tree(root)})
 

@@ -235,7 +235,7 @@ def train_here(run: Path, interrupt_at: int) -> None:
     class Stopped(Trainer):
         def feed(self, first: int, last: int) -> Iterator[Any]:
             for batch, placed in super().feed(first, last):
-                self.stop = batch.step == interrupt_at
+                self.stop.asked = batch.step == interrupt_at
                 yield batch, placed
 
     try:
