@@ -4,17 +4,18 @@ On the same mesh a resumed run is bit-equal; on another one it agrees within rou
 """
 
 from pathlib import Path
-from typing import Any
-
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING, Any
 
 from infra.artifacts import read_json, write_json_atomic
 from infra.errors import IdentityError
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 FILE = "seams.json"
 
 
-def note(path: Path, first_step: int, mesh: Mesh) -> None:
+def note(path: Path, first_step: int, mesh: "Mesh") -> None:
     """Record that steps from `first_step` on run on `mesh`, unless the steps before it did too.
 
     Entries from `first_step` on are dropped: after a roll-back those steps are trained again.

@@ -130,9 +130,9 @@ def training(facts: Facts) -> Section:
     blocks: list[Any] = []
     if any(curves.values()):
         ce = paired_steps(curves, "ce")
-        svg = plots.training_loss(
-            curves, ce, facts["landmarks"], facts["recipe"]["parity"]["max_ce_difference"]
-        )
+        moved = [s["first_step"] for s in facts["seams"][1:]]
+        limit = facts["recipe"]["parity"]["max_ce_difference"]
+        svg = plots.training_loss(curves, ce, facts["landmarks"], limit, moved)
         caption = (
             "Training cross entropy per step (above) and reproduced minus reference (below). Dotted lines are landmarks, dashed ones "
             "the allowed difference where it is in sight."

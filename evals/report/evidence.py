@@ -178,6 +178,7 @@ def history(facts: Facts) -> Section:
             if entered
             else "the step-0 weights of the reference",
         ],
+        ["trained on", trained_on(facts["seams"])],
         ["repetition filter", "on" if r["data"]["filter"]["enabled"] else "off (as in the 7B run)"],
         [
             "classes",
@@ -196,6 +197,22 @@ def history(facts: Facts) -> Section:
         Bullets([f"our side differs from the reference on purpose: `{d}`" for d in declared]) if declared
         else Text("Our side is configured exactly as the reference: no declared difference."),
     ])  # fmt: skip
+
+
+def trained_on(seams: list[Facts]) -> str:
+    """The devices of every step, from `train/seams.json`; a run that moved says what that means for its numbers."""
+    parts = [
+        f"from step {s['first_step']} on {s['devices']} x {s['kind']} ("
+        + ", ".join(f"{axis}={size}" for axis, size in s["mesh"].items())
+        + ")"
+        for s in seams
+    ]
+    moved = (
+        "; the receipt runs on across each seam, numbers agree within rounding and not bit for bit"
+        if len(parts) > 1
+        else ""
+    )
+    return "; ".join(parts) + moved if parts else "not recorded"
 
 
 def data(facts: Facts) -> Section:

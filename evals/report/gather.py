@@ -24,6 +24,8 @@ from infra.artifacts import differences, read_json, versions
 from infra.errors import ReproError
 from model.config import TrainConfig
 from model.metrics import read_metrics
+from model.seams import FILE as SEAMS
+from model.seams import seams
 
 SHARED_WITH_REFERENCE = ("model", "optimizer", "schedule", "loss", "history")
 LIBRARIES = (
@@ -73,6 +75,7 @@ def gather(run: Path) -> Facts:
         "rounded_reference": rounded_reference(run, landmarks),
         "training": training,
         "entered": read_json(entered) if (entered := run / "train" / "entered.json").exists() else None,
+        "seams": seams(run / "train" / SEAMS),
         "receipts": receipts,
         "alarms": alarms,
         "corpus": corpus,

@@ -97,9 +97,13 @@ def mark_landmarks(axes: Sequence[Any], landmarks: Sequence[int]) -> None:
 
 
 def training_loss(
-    curves: Curves, paired: Sequence[tuple[int, float, float]], landmarks: Sequence[int], limit: float
+    curves: Curves,
+    paired: Sequence[tuple[int, float, float]],
+    landmarks: Sequence[int],
+    limit: float,
+    seams: Sequence[int] = (),
 ) -> str:
-    """Both loss curves and, below, their difference in nat."""
+    """Both loss curves and, below, their difference in nat. `seams`: steps from which on another mesh trained."""
     fig, (top, bottom) = figure(2, 4.8, (2.2, 1))
     for side, colour, width, dash in (
         ("reference", REFERENCE, 3.4, "-"),
@@ -128,6 +132,10 @@ def training_loss(
     bottom.set_ylabel("difference (nat)")
     bottom.set_xlabel("step")
     mark_landmarks((top, bottom), landmarks)
+    for step in seams:
+        bottom.axvline(step - 0.5, color=INK, linewidth=1)
+        bottom.annotate("other mesh", (step - 0.5, 1), (2, -2), xycoords=("data", "axes fraction"), textcoords="offset points",
+                        va="top", fontsize=9, color=INK)  # fmt: skip
     return to_svg(fig, "loss", "Training loss of both sides and their difference")
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from evals.report import drawings, evidence, graph, html
+from evals.report import drawings, evidence, graph, html, plots
 from evals.report.blocks import Report, Table
 from evals.report.content import inloop
 from evals.report.gather import localise_facts, plan_facts, published_curve, unchecked_exports
@@ -118,6 +118,20 @@ def test_the_square_has_its_gaps_on_the_margins(facts):
     assert [r[3] for r in square.rows] == ["+0.2500", "+0.3750", ""]
     assert square.rows[2] == ["training gap", "+0.5000", "+0.6250", ""]
     assert "not measured" not in page(evidence.not_proven(facts))
+
+
+def test_a_run_that_moved_shows_where(facts):
+    one = {"first_step": 1, "mesh": {"data": 1, "fsdp": 8, "tensor": 1}, "devices": 8, "kind": "TPU v5p"}
+    two = {**one, "first_step": 41, "devices": 2, "mesh": {"data": 1, "fsdp": 2, "tensor": 1}}
+    assert evidence.trained_on([one]) == "from step 1 on 8 x TPU v5p (data=1, fsdp=8, tensor=1)"
+    said = evidence.trained_on([one, two])
+    assert "from step 41 on 2 x TPU v5p (data=1, fsdp=2, tensor=1)" in said and "not bit for bit" in said
+    assert evidence.trained_on([]) == "not recorded"
+    rows = [{"step": k, "ce": 5.0} for k in range(1, 81)]
+    curves = {"reference": rows, "reproduced": rows}
+    paired = [(k, 5.0, 5.0) for k in range(1, 81)]
+    assert plots.training_loss(curves, paired, [80], 1e-5, [41]).count("other mesh") > 0
+    assert "other mesh" not in plots.training_loss(curves, paired, [80], 1e-5)
 
 
 def test_what_is_not_proven_follows_the_run(facts):

@@ -202,6 +202,27 @@ def test_a_recipe_that_is_no_object(tmp_path, text):
         TrainSpec.from_run(tmp_path)
 
 
+@pytest.mark.slow_proof
+def test_a_run_moves_from_8_to_2_to_4_devices(make_run):
+    """Elastic: the same recipe on whatever is there. Batches and receipts are equal, losses within fp32 rounding."""
+    straight, run = (make_run(steps=9, batch=8, train={"landmarks": [3, 6, 9]}) for _ in range(2))
+    train(TrainSpec.from_run(straight))
+    for devices, last in ((8, 3), (2, 6), (4, 9)):
+        edit(run, "train", steps=last, landmarks=[last])
+        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        p = start(run, XLA_FLAGS=flags)
+        assert p.wait(120) == 0, p.stderr.read()
+    one, other = (read_metrics(r / "train" / "metrics.jsonl") for r in (straight, run))
+    assert [m["receipt"] for m in one] == [m["receipt"] for m in other]
+    np.testing.assert_allclose([m["ce"] for m in other], [m["ce"] for m in one], rtol=2e-6)
+    np.testing.assert_allclose([m["grad_norm"] for m in other], [m["grad_norm"] for m in one], rtol=2e-5)
+    assert [(s["first_step"], s["devices"]) for s in seams(run / "train" / "seams.json")] == [
+        (1, 8),
+        (4, 2),
+        (7, 4),
+    ]
+
+
 def test_seams_say_from_which_step_on_which_mesh(tmp_path):
     from model.config import MeshConfig
     from model.sharding import make_mesh
