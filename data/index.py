@@ -8,7 +8,7 @@ renamed file in the same place is the same index, and a changed byte is another 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from infra.errors import DataError, IdentityError
 
 MANIFEST = "manifest.json"
 FORMAT = "olmo3-tokens-v1"
+ADDRESSES = ("gs", "s3", "https", "file", "memory")  # where published tokens may lie; plain http is not asked
+LONGEST_NAME = 255  # bytes of one file name
 
 
 def read_manifest(tokens_dir: str | Path) -> dict[str, Any]:
@@ -38,8 +40,11 @@ def manifest_problem(manifest: Mapping[str, Any]) -> str:
     shards, tokenizer = manifest.get("shards"), manifest.get("tokenizer")
     if not isinstance(shards, list) or not isinstance(tokenizer, Mapping):
         return "it has no list `shards` or no `tokenizer`"
-    if not isinstance(manifest.get("base_dir", ""), str):
-        return "`base_dir` is no text"
+    vocab_size = tokenizer.get("vocab_size")
+    if not _is_count(vocab_size) or vocab_size == 0:
+        return f"its tokenizer has the vocab_size {str(vocab_size)[:40]}"
+    if wrong := _base_problem(manifest.get("base_dir", "")):
+        return f"`base_dir` {wrong}"
     for number, entry in enumerate(shards):
         if not isinstance(entry, Mapping):
             return f"shard {number} is no object"
@@ -49,9 +54,38 @@ def manifest_problem(manifest: Mapping[str, Any]) -> str:
         path = entry["path"]
         if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path or "://" in path:
             return f"shard {number} has the path {path[:80]!r}, which is not one below its folder"
-        tokens = entry.get("tokens")
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 60:
-            return f"shard {number} has {str(tokens)[:40]} tokens"
+        if not _nameable(path):
+            return f"shard {number} has the path {path[:80]!r}, which no file can have"
+        if not _is_count(entry.get("tokens")):
+            return f"shard {number} has {str(entry.get('tokens'))[:40]} tokens"
+        high = entry.get("max_id", -1)  # -1: no tokens
+        if high != -1 and not (_is_count(high) and high < vocab_size):
+            return f"shard {number} has the max_id {str(high)[:40]}, the vocabulary {vocab_size} entries"
+    return ""
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    """Whether `value` is a number of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60
+
+
+def _nameable(path: str) -> bool:
+    """Whether a file can have this path: no lone surrogate, no NUL, no name longer than a file system takes."""
+    try:
+        return "\0" not in path and all(len(name.encode()) <= LONGEST_NAME for name in path.split("/"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _base_problem(base: Any) -> str:
+    """What is wrong with the folder that a manifest's paths are relative to; '' if nothing is. Nothing is opened."""
+    if not isinstance(base, str):
+        return "is no text"
+    if not _nameable(base):
+        return f"is {base[:80]!r}, which no folder can have as its name"
+    scheme, address, _ = base.partition("://")
+    if address and scheme not in ADDRESSES:
+        return f"is {base[:80]!r}; addresses are {', '.join(f'{a}://' for a in ADDRESSES)}"
     return ""
 
 
@@ -107,7 +141,8 @@ class InstanceIndex:
         """The index of a directory that `data.tokenize_job.tokenize` wrote.
 
         `verify`: full (every byte), sampled, size, or none (the files are not touched before they are read).
-        Ids that the job did not audit (published mixes) are checked when they are read. `tokenizer` refuses tokens of another one. With
+        Ids are held against the manifest's `max_id` by full and sampled verification, as far as it reads; with the others, and where
+        the job gave no `max_id` (published mixes), when they are read. `tokenizer` refuses tokens of another one. With
         `filter.enabled` the repetition mask is made, or taken from the job when it was made there.
         """
         tokens_dir = Path(tokens_dir)
@@ -117,7 +152,13 @@ class InstanceIndex:
         base = manifest.get("base_dir") or str(tokens_dir)
         shards = [
             TokenShard(
-                join(base, s["path"]), s["label"], s["tokens"], s["sha256"], s["sample_sha256"], s["path"]
+                join(base, s["path"]),
+                s["label"],
+                s["tokens"],
+                s["sha256"],
+                s["sample_sha256"],
+                s["path"],
+                s.get("max_id"),
             )
             for s in manifest["shards"]
         ]
@@ -125,7 +166,7 @@ class InstanceIndex:
             for shard in shards:
                 verify_shard(shard, verify)
         index = cls(shards, sequence_length, chunk)
-        if any("max_id" not in s for s in manifest["shards"]):
+        if verify not in ("full", "sampled") or any("max_id" not in s for s in manifest["shards"]):
             index.vocab_size = manifest["tokenizer"]["vocab_size"]
         if index.n_instances == 0:
             raise DataError(

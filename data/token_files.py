@@ -6,8 +6,10 @@ The surprising thing: the files are called `.npy` but have no NumPy header, so `
 Source: OLMo-core 3.0.0, `data/numpy_dataset.py`.
 """
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class TokenShard:
     sha256: str = ""
     sample: str = ""
     name: str = ""
+    max_id: int | None = None  # the largest id, where the job that wrote the file has said it
 
     @property
     def identity(self) -> str:
@@ -66,20 +69,26 @@ class RemoteTokens:
         return np.frombuffer(raw, dtype="<u4")
 
 
-def byte_size(path: str | Path) -> int:
-    """Size of a local or remote file in bytes; raises DataError that names a missing file."""
-    if is_remote(path):
-        import fsspec
-
-        fs, key = fsspec.core.url_to_fs(str(path))
-        try:
-            return int(fs.size(key))
-        except FileNotFoundError:
-            raise DataError(f"token file {path} does not exist", GONE) from None
+@contextlib.contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Turn whatever keeps a token file from being opened into a DataError that names it."""
     try:
-        return os.stat(path).st_size
+        yield
     except FileNotFoundError:
         raise DataError(f"token file {path} does not exist", GONE) from None
+    except (OSError, ValueError, ImportError) as e:  # a name no file can have, a folder, an unknown protocol
+        raise DataError(f"token file {str(path)[:400]!r} cannot be read: {str(e)[:400]}", GONE) from None
+
+
+def byte_size(path: str | Path) -> int:
+    """Size of a local or remote file in bytes; raises DataError that names a file which is missing or cannot be read."""
+    with readable(path):
+        if is_remote(path):
+            import fsspec
+
+            fs, key = fsspec.core.url_to_fs(str(path))
+            return int(fs.size(key))
+        return os.stat(path).st_size
 
 
 def token_count(path: str | Path, size: int | None = None) -> int:
@@ -97,9 +106,10 @@ def open_tokens(shard: TokenShard) -> Any:
     """The tokens as something that can be sliced: a memory map, or range reads for a remote file."""
     if shard.tokens == 0:
         return np.zeros(0, dtype="<u4")
-    if is_remote(shard.path):
-        return RemoteTokens(shard.path, shard.tokens)
-    return np.memmap(shard.path, dtype="<u4", mode="r", shape=(shard.tokens,)).view(np.ndarray)
+    with readable(shard.path):
+        if is_remote(shard.path):
+            return RemoteTokens(shard.path, shard.tokens)
+        return np.memmap(shard.path, dtype="<u4", mode="r", shape=(shard.tokens,)).view(np.ndarray)
 
 
 def sample_offsets(size: int) -> list[int]:
@@ -163,3 +173,17 @@ def verify_shard(shard: TokenShard, how: str = "full") -> None:
             f"token file {shard.path} has the digest {actual[:16]}, its manifest says {expected[:16]}",
             "it was changed, swapped or renamed: make the tokens again with `repro tokenize`",
         )
+    if shard.max_id is not None and (largest := largest_id(shard, how)) > shard.max_id:
+        raise IdentityError(
+            f"token file {shard.path} holds the id {largest}, its manifest says max_id {shard.max_id}",
+            "its manifest was changed: make the tokens again with `repro tokenize`",
+        )
+
+
+def largest_id(shard: TokenShard, how: str) -> int:
+    """The largest id of the tokens that verification reads: `full` all of them, `sampled` those of the sampled blocks; -1 of none."""
+    tokens = open_tokens(shard)
+    if how == "full":
+        return int(tokens[0 : shard.tokens].max()) if shard.tokens else -1
+    starts = (offset // ITEM for offset in sample_offsets(shard.tokens * ITEM))
+    return max((int(tokens[s : s + SAMPLE_BYTES // ITEM].max()) for s in starts), default=-1)

@@ -156,6 +156,27 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
         raise
 
 
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage record with the digest of all else in it, so that a damaged record is told from a damaged artifact."""
+    open_record = {k: v for k, v in record.items() if k != "seal"}
+    return {**open_record, "seal": fingerprint(open_record)}
+
+
+def read_record(run: Path, stage: str) -> dict[str, Any]:
+    """The record of a finished stage, as it was written. Raises IdentityError that names a damaged one; records from before the seal pass."""
+    path = Path(run) / "stages" / f"{stage}.json"
+    remedy = (
+        f"what stage {stage} made may be intact: restore this file from a copy; without one, delete it and run "
+        f"`repro {stage}` (training goes on from its last checkpoint, other stages are made again)"
+    )
+    record = read_json(path, remedy)
+    if not isinstance(record, dict) or not isinstance(record.get("outputs"), Mapping):
+        raise IdentityError(f"{path} is no record of a stage", remedy)
+    if "seal" in record and sealed(record) != record:
+        raise IdentityError(f"{path} is damaged: it is not as it was written", remedy)
+    return record
+
+
 def check_outputs(run: Path, stage: str, record: Mapping[str, Any]) -> None:
     """Hold every output of a stage against its record. Raises IdentityError that names a file that is gone or changed."""
     remedy = f"run `repro {stage} --redo` to make it again, or FRESH=1 to start over"
@@ -191,7 +212,7 @@ class StageRecord:
         """
         if not self.path.exists():
             return None
-        record = read_json(self.path)
+        record = read_record(self.run, self.name)
         self._same_key(record, "was made")
         check_outputs(self.run, self.name, record)
         return record
@@ -214,14 +235,16 @@ class StageRecord:
                 raise ReproError(f"stage {self.name} did not write {root}")
             for inner, d in digest_tree(root).items():
                 digests[f"{relative}/{inner}".rstrip("/")] = d
-        record = {
-            "stage": self.name,
-            "key": self.key,
-            "identity": self.identity,
-            "outputs": digests,
-            "digest": fingerprint({k: v["sha256"] for k, v in digests.items()}),
-            **facts,
-        }
+        record = sealed(
+            {
+                "stage": self.name,
+                "key": self.key,
+                "identity": self.identity,
+                "outputs": digests,
+                "digest": fingerprint({k: v["sha256"] for k, v in digests.items()}),
+                **facts,
+            }
+        )
         write_json_atomic(self.path, record)
         return record
 

@@ -21,6 +21,7 @@ from infra.artifacts import (
     check_outputs,
     differences,
     read_json,
+    read_record,
     versions,
     write_json_atomic,
 )
@@ -93,7 +94,7 @@ STAGES = (
     Stage(
         "parity", "exports against our model, our run against the reference step by step", work.parity,
         ("parity/step[1-9]*.json", "parity/training.json", "parity/logged.json"),
-        ("model", "reference", "numerics", "loss", "parity", "train", "data"), ("tokenize", "reference", "convert"),
+        ("model", "reference", "numerics", "loss", "parity", "train", "data"), ("tokenize", "reference", "train", "convert"),
         ("evals.parity", "evals.logged_loss", "data.loader", "data.masks"), ("jax", "flax", "torch", "transformers"),
     ),
     Stage(
@@ -170,9 +171,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _made(run: Path, name: str) -> dict[str, Any]:
     """The record of a finished stage."""
-    path = run / "stages" / f"{name}.json"
-    record = _object(path)
+    record = read_record(run, name)
     if not isinstance(record.get("digest"), str) or not isinstance(record.get("seconds"), int | float):
+        path = run / "stages" / f"{name}.json"
         raise IdentityError(f"{path} is no record of a stage", f"run `repro {name} --redo` to make it again")
     return record
 

@@ -121,11 +121,20 @@ def clock_that_jumps(run: Path, seconds: float) -> Iterator[dict[str, str]]:
     folder = run.with_suffix(".clock")
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(
-        "import time\n_real, _begun = time.time, time.monotonic()\n"
-        f"time.time = lambda: _real() - (172800 if time.monotonic() - _begun > {seconds} else 0)\n"
+        "import time\n_real, _begun, _late = time.time, time.monotonic(), []\n"
+        "def _time():\n"
+        f"    if time.monotonic() - _begun <= {seconds}:\n        return _real()\n"
+        f"    if not _late:\n        _late.append(1)\n        open({str(folder / 'seen')!r}, 'w').close()\n"
+        "    return _real() - 172800\n"
+        "time.time = _time\n"
     )
     yield {"PYTHONPATH": f"{folder}:{ROOT}"}
     shutil.rmtree(folder)
+
+
+def jumped(run: Path) -> bool:
+    """Whether a process has asked for the time after it jumped (while `clock_that_jumps` lasts)."""
+    return (run.with_suffix(".clock") / "seen").exists()
 
 
 def namespace(run: Path, script: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The catalogue of the fault campaign: complete against the sheet's traps, and every entry names something real."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_a_patch_is_undone(catalogue):
 
 def trial(**change):
     base = {
+        "name": "double_sharding",
         "checks": [],
         "broke": "",
         "alike": "",
@@ -94,9 +96,22 @@ def test_classes_are_honest(catalogue):
     assert page.classed(trial(checks=[check("surface")])) == page.NOT_CAUGHT  # heard, and still FAITHFUL
     assert page.classed(trial(checks=[check("surface")], verdict="NOT FAITHFUL")) == page.CAUGHT
     assert page.classed(trial(checks=[check("gate")], verdict="NOT FAITHFUL")) == page.STOPPED
+    assert page.classed(trial(checks=[check("surface")], verdict="INCONCLUSIVE")) == page.OTHER_VERDICT
+    unclear = trial(name="bos_added", checks=[check("alarm")], verdict="INCONCLUSIVE")
+    assert page.classed(unclear) == page.CAUGHT
+    assert page.classed({**unclear, "verdict": "NOT FAITHFUL"}) == page.OTHER_VERDICT
     bits = {"checks": [check("receipts")], "alike": "why", "verdict": "NOT FAITHFUL"}
     assert page.classed(trial(**bits)) == page.BITS_ONLY
     assert (
         page.classed(trial(**{**bits, "alike": ""})) == page.CAUGHT
     )  # nobody said why it should be harmless
     assert page.classed(trial(**bits, surfaces={"token_kl": "NOT FAITHFUL"})) == page.CAUGHT
+
+
+def test_every_recorded_verdict_is_the_expected_one(catalogue):
+    recorded = json.loads((ROOT / "docs" / "faults.json").read_text())["trials"]
+    assert {t["name"]: t["verdict"] for t in recorded} == {
+        f.name: catalogue.expected(f.name) for f in catalogue.FAULTS
+    }
+    named = [n for names in catalogue.INCONCLUSIVE.values() for n in names] + list(catalogue.BITS_FAITHFUL)
+    assert set(named) <= catalogue.BY_NAME.keys() and len(named) == len(set(named))

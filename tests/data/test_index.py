@@ -1,5 +1,7 @@
 """The index: identity by content, refusals that name the file, OLMo-core's instances."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,9 +17,9 @@ from data.token_files import (
     verify_shard,
 )
 from infra.artifacts import read_json, write_json_atomic
-from infra.errors import DataError, IdentityError
+from infra.errors import DataError, IdentityError, ReproError
 
-S = 32
+S, VOCAB = 32, 100278
 
 
 @pytest.fixture
@@ -168,3 +170,61 @@ def test_sampled_digest_sees_every_sampled_block(tmp_path):
         data.tofile(path)
     verify_shard(shard, "sampled")
     assert token_count(path) == size // 4
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"path": "a" * 300 + ".npy"}, "shard 0 has the path"),
+        ({"path": "\ud800.npy"}, "shard 0 has the path"),
+        ({"max_id": "many"}, "shard 0 has the max_id"),
+        ({"max_id": VOCAB}, "shard 0 has the max_id"),
+    ],
+)
+def test_an_entry_that_no_file_can_fit_is_named(root, change, words):
+    manifest = read_json(root / "manifest.json")
+    manifest["shards"][0] |= change
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    for verify in ("sampled", "none"):
+        with pytest.raises(IdentityError, match=words):
+            InstanceIndex.from_manifest(root, S, verify=verify)
+
+
+@pytest.mark.parametrize("base", ["a\0b", "\ud800", "foo://x", "http://127.0.0.1:9/x", 3, "x" * 300])
+def test_a_base_folder_that_cannot_be_is_named_and_not_asked(root, monkeypatch, base):
+    monkeypatch.setattr("socket.socket.connect", lambda *a: pytest.fail("connected"))
+    (root / "manifest.json").write_text(json.dumps({**read_json(root / "manifest.json"), "base_dir": base}))
+    with pytest.raises(IdentityError, match="`base_dir` is"):
+        InstanceIndex.from_manifest(root, S)
+
+
+def test_a_base_folder_that_is_a_file_is_named(root):
+    write_json_atomic(
+        root / "manifest.json",
+        {**read_json(root / "manifest.json"), "base_dir": str(root / "manifest.json")},
+    )
+    for verify in ("sampled", "none"):
+        with pytest.raises(DataError, match=r"manifest\.json/d0/00000\.npy"):
+            index = InstanceIndex.from_manifest(root, S, verify=verify)
+            index.read(np.arange(1))
+
+
+@pytest.mark.parametrize("vocab_size", [None, "many", 0, True])
+def test_a_manifest_without_the_size_of_its_vocabulary_is_refused(root, vocab_size):
+    manifest = read_json(root / "manifest.json")
+    manifest["tokenizer"]["vocab_size"] = vocab_size
+    write_json_atomic(root / "manifest.json", manifest)
+    with pytest.raises(IdentityError, match="vocab_size"):
+        InstanceIndex.from_manifest(root, S)
+
+
+@pytest.mark.parametrize("verify", ["full", "sampled", "size", "none"])
+def test_a_false_max_id_does_not_switch_the_check_off(token_dir, arrays, verify):
+    wrong = arrays[0].copy()
+    wrong[3] = 4_000_000_000
+    root = token_dir([wrong], "wrong")
+    manifest = read_json(root / "manifest.json")
+    manifest["shards"][0]["max_id"] = 0
+    write_json_atomic(root / "manifest.json", manifest)
+    with pytest.raises(ReproError, match="4000000000"):
+        InstanceIndex.from_manifest(root, S, verify=verify).read(np.arange(1))

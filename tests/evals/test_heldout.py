@@ -28,7 +28,7 @@ def write_tokens(root, shards, boundaries=True):
             with gzip.open((root / path).with_suffix(".csv.gz"), "wt") as f:
                 f.writelines(rows)
         entries.append({"path": path, "label": label, "tokens": len(ids), "sha256": "", "sample_sha256": ""})
-    manifest = {"format": "olmo3-tokens-v1", "shards": entries, "tokenizer": {}}
+    manifest = {"format": "olmo3-tokens-v1", "shards": entries, "tokenizer": {"vocab_size": 100278}}
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 

@@ -81,7 +81,7 @@ def run(tmp_path_factory) -> Path:
         "sample_sha256": sample_digest(path), "min_id": 0, "max_id": 249,
     }  # fmt: skip
     (run / "tokens/train/manifest.json").write_text(
-        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {}})
+        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {"vocab_size": 100278}})
     )
     write_order_of(run, 11)
     write_init(MODEL, run / "init/hf", context_length=S, eos_id=0, pad_id=1)

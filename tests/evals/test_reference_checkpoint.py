@@ -72,7 +72,7 @@ def write_tokens(run: Path) -> None:
         "sha256": full_digest(path), "sample_sha256": sample_digest(path), "min_id": 0, "max_id": 249,
     }  # fmt: skip
     (run / "tokens/train/manifest.json").write_text(
-        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {}})
+        json.dumps({"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {"vocab_size": 100278}})
     )
     (run / "tokens/train/mix.txt").write_text("synthetic,synthetic/00000.npy\n")
     index = InstanceIndex.from_manifest(run / "tokens/train", S)

@@ -31,7 +31,8 @@ def heldout_dir(text, tmp_path_factory):
         "path": "prose/00000.npy", "label": "prose", "tokens": len(ids), "sha256": "", "sample_sha256": "",
     }  # fmt: skip
     write_json_atomic(
-        root / "manifest.json", {"format": "olmo3-tokens-v1", "shards": [entry], "tokenizer": {}}
+        root / "manifest.json",
+        {"format": "olmo3-tokens-v1", "shards": [entry], "tokenizer": {"vocab_size": 100278}},
     )
     return root
 

@@ -91,7 +91,8 @@ def write_run(run, *, model=GOLDEN, steps=12, batch=4, sequence=16, instances=20
     shard = {"path": "synthetic/00000.npy", "label": "synthetic", "tokens": len(raw), "sha256": full_digest(path),
              "sample_sha256": sample_digest(path), "max_id": int(raw.max())}  # fmt: skip
     write_json_atomic(
-        tokens / "manifest.json", {"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {}}
+        tokens / "manifest.json",
+        {"format": "olmo3-tokens-v1", "shards": [shard], "tokenizer": {"vocab_size": model.vocab_size}},
     )
     index = InstanceIndex.from_manifest(tokens, sequence, 1, verify="size")
     write_order(run / "order", index.n_instances, seed=34521, index_digest=index.digest)

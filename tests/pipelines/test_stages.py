@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from infra.artifacts import write_json_atomic
+from infra.artifacts import sealed, write_json_atomic
 from infra.errors import IdentityError, RecipeError
 from pipelines import stages
 from pipelines.recipe import load_recipe
@@ -101,9 +101,29 @@ def test_a_changed_input_is_refused_downstream(run, calls):
     run_stage("order", TINY, run)
     record = run / "stages" / "tokenize.json"
     changed = json.loads(record.read_text())
-    record.write_text(json.dumps({**changed, "digest": "0" * 64}))
+    record.write_text(json.dumps(sealed({**changed, "digest": "0" * 64})))
     with pytest.raises(IdentityError, match=r"inputs\.tokenize"):
         run_stage("order", TINY, run)
+
+
+def test_a_damaged_record_is_told_from_a_damaged_artifact(run, calls):
+    run_stage("tokenize", TINY, run)
+    record = run / "stages" / "tokenize.json"
+    good = json.loads(record.read_text())
+    name, _ = next(iter(good["outputs"].items()))
+    for field, value in (
+        ("key", "0" * 64),
+        ("seconds", 1e9),
+        ("outputs", {name: {"sha256": "0" * 64, "bytes": 1}}),
+    ):
+        record.write_text(json.dumps({**good, field: value}))
+        for stage in ("tokenize", "order"):
+            with pytest.raises(IdentityError, match=r"stages/tokenize\.json is damaged") as refused:
+                run_stage(stage, TINY, run)
+            assert "--redo" not in str(refused.value)
+    del good["seal"]  # a record from before records were sealed
+    record.write_text(json.dumps(good))
+    assert run_stage("tokenize", TINY, run).reused
 
 
 def test_a_stage_is_not_made_from_a_changed_file(run, calls):

@@ -75,7 +75,7 @@ def campaign(faults: list, args: argparse.Namespace) -> int:
     record = {"control": control, "trials": trials, "catalogue": len(FAULTS), "cpus": os.cpu_count(), "jobs": args.jobs,
               "seconds": round(time.monotonic() - begun, 1), "made": len(wanted),
               "versions": versions("jax", "torch", "transformers", "ai2-olmo-core", "lm-eval")}  # fmt: skip
-    bad = [t["name"] for t in trials if t["class"] in (page.NOT_CAUGHT, page.BROKEN)]
+    bad = [t["name"] for t in trials if t["class"] in (page.NOT_CAUGHT, page.OTHER_VERDICT, page.BROKEN)]
     page.write(record, out, args.docs)
     if control["checks"] or bad:
         print(

@@ -204,6 +204,55 @@ FAULTS = (*DATA, *MODEL, *LOSS, *OPTIMIZER, *CONVERSION, *EVALUATION)
 BY_NAME = {f.name: f for f in FAULTS}
 SECTIONS = ("data", "model", "loss", "optimizer", "conversion", "evaluation")
 
+# The verdict expected of each fault: INCONCLUSIVE for these, by the reason; FAITHFUL for BITS_FAITHFUL; NOT FAITHFUL for all others.
+INCONCLUSIVE = {
+    "tokens both sides share are wrong: the comparison is fair, but not with what was meant": (
+        "eos_missing",
+        "other_tokenizer",
+        "heldout_trained_on",
+    ),
+    "training differs step by step, the surfaces of so short a run do not leave their bounds": (
+        "documents_masked",
+        "start_rounded",
+        "denominator_all_positions",
+        "last_label_wrapped",
+        "z_loss_ten_times",
+        "z_loss_left_out",
+        "softmax_over_exported_rows",
+        "rate_frozen_on_skip",
+        "count_advances_on_skip",
+        "decay_on_embeddings",
+        "no_decay_on_norms",
+        "no_clipping",
+        "moments_bf16",
+    ),
+    "the rule's inputs or decisions differ, the weights hardly do": (
+        "skip_std_biased",
+        "skip_on_total_loss",
+        "skip_on_clipped_norm",
+    ),
+    "training stops: there are no later landmarks to judge": (
+        "stale_state_saved",
+    ),
+    "the ruler is wrong on both sides: nothing is measured": (
+        "bos_added",
+        "boundary_off_by_one",
+        "mean_over_tokens",
+        "padding_scored",
+        "scored_in_bf16",
+        "compared_with_itself",
+    ),
+}  # fmt: skip
+BITS_FAITHFUL = ("clip_without_1e-6",)
+
+
+def expected(name: str) -> str:
+    """The verdict that a fault must get."""
+    if name in BITS_FAITHFUL:
+        return "FAITHFUL"
+    return "INCONCLUSIVE" if any(name in names for names in INCONCLUSIVE.values()) else "NOT FAITHFUL"
+
+
 # Traps of the sheet that no fault of the campaign stands for, and why. Each has its test in docs/traps.md.
 NOT_INJECTED = {
     "O6": "a NaN ends the reference run: there is nothing to compare with afterwards",

@@ -4,10 +4,13 @@ import html
 from pathlib import Path
 from typing import Any
 
+from faults.catalogue import expected
+
 STOPPED = "stopped before training"
 CAUGHT = "caught, verdict right"
 BITS_ONLY = "bit-level only"
 NOT_CAUGHT = "NOT CAUGHT"
+OTHER_VERDICT = "caught, ANOTHER VERDICT than expected"
 BROKEN = "BROKEN"  # an exception that is no check of ours: nothing is shown by such a trial
 BIT_LEVEL = ("receipts", "test")  # places of checks that compare bits
 
@@ -15,7 +18,7 @@ Record = dict[str, Any]
 
 
 def classed(trial: Record) -> str:
-    """What became of a fault. A verdict of FAITHFUL is right only where the outcome is the same."""
+    """What became of a fault. The right verdict is the one the catalogue expects; FAITHFUL only where the outcome is the same."""
     checks = trial["checks"]
     same = all(v == "FAITHFUL" for v in trial["surfaces"].values()) and trial["surfaces"]
     if trial["broke"]:
@@ -26,6 +29,8 @@ def classed(trial: Record) -> str:
         return BITS_ONLY
     if trial["verdict"] == "FAITHFUL":
         return NOT_CAUGHT
+    if trial["verdict"] != expected(trial["name"]):
+        return OTHER_VERDICT
     return STOPPED if checks[0]["where"] in ("tokenize", "order", "gate") else CAUGHT
 
 
@@ -79,7 +84,8 @@ def summary(record: Record) -> list[str]:
     """What the campaign says, in a few sentences."""
     trials, control = record["trials"], record["control"]
     count = {
-        c: sum(t["class"] == c for t in trials) for c in (STOPPED, CAUGHT, BITS_ONLY, NOT_CAUGHT, BROKEN)
+        c: sum(t["class"] == c for t in trials)
+        for c in (STOPPED, CAUGHT, BITS_ONLY, OTHER_VERDICT, NOT_CAUGHT, BROKEN)
     }
     alike = sum(bool(t["surfaces"]) and set(t["surfaces"].values()) == {"FAITHFUL"} for t in trials)
     clean = "nothing fired" if not control["checks"] else f"FIRED: {first(control)}"
@@ -133,7 +139,7 @@ def page(record: Record) -> str:
         f"<!doctype html><meta charset=utf-8><title>Fault campaign</title><style>{STYLE}</style><h1>Fault campaign</h1>"
     ]
     rows += [f"<p>{text(s)}</p>" for s in summary(record)]
-    marks = {NOT_CAUGHT: "bad", BROKEN: "bad", BITS_ONLY: "bits"}
+    marks = {NOT_CAUGHT: "bad", OTHER_VERDICT: "bad", BROKEN: "bad", BITS_ONLY: "bits"}
     for name, trials in sections(record).items():
         rows.append(
             f"<h2>{text(name.capitalize())}</h2><table><tr>"
