@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from data.boundaries import MAX_LINE, boundaries
 from data.config import TokenizerConfig
+from data.documents import read_documents
 from data.index import FORMAT, InstanceIndex
 from data.token_files import TokenShard, open_tokens, verify_shard
 from evals.config import EvalConfig
@@ -42,6 +43,9 @@ from model.convert.safetensors_io import Tensors
 from pipelines.recipe import Recipe, load_recipe, validate
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
+few = settings(
+    max_examples=max(20, EXAMPLES // 5), deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
 many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 TEXT = st.one_of(
@@ -103,7 +107,7 @@ def folder():
 
 TOKENS = np.arange(1, 41, dtype="<u4")
 SHARD = {"path": "prose/00000.npy", "label": "prose", "tokens": 40, "sha256": "", "sample_sha256": ""}
-MANIFEST = {"format": FORMAT, "shards": [SHARD], "filter": None,
+MANIFEST = {"format": FORMAT, "shards": [SHARD], "filter": None, "base_dir": "",
             "tokenizer": TokenizerConfig().model_dump(mode="json")}  # fmt: skip
 
 
@@ -202,6 +206,22 @@ def test_a_gzip_bomb_ends_in_bounded_memory(unit):
     assert peak < 16 * MAX_LINE and time.monotonic() - begun < 300
 
 
+@pytest.mark.parametrize("unit", [b"7", b'{"text": "a"}\n', b"\n"])
+def test_a_zstd_bomb_ends_in_bounded_memory(folder, unit):
+    """64 MB in a few kB, through the reader of documents: one line, small documents, blank lines."""
+    import resource
+
+    import pyarrow
+
+    times = (1 << 26) // len(unit) if unit == b"7" else 1 << 18
+    (folder / "bomb.jsonl.zst").write_bytes(pyarrow.compress(unit * times, codec="zstd", asbytes=True))
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    found = sum(1 for _ in read_documents(folder / "bomb.jsonl.zst", max_bytes=1 << 20))
+    assert found == (1 if unit == b"7" else times)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # kB
+    assert time.monotonic() - begun < 120
+
+
 def test_deep_and_huge_json_are_named(folder, monkeypatch):
     (folder / "deep.json").write_text("[" * 200_000)
     with pytest.raises(IdentityError, match="not valid JSON"):
@@ -264,6 +284,62 @@ def test_checkpoint_records(folder, manifest, meta):
         checkpoint.latest_committed(folder / "ckpt")
         with contextlib.suppress(ReproError):
             checkpoint.restore_params(folder / "ckpt", 3, verify=False)
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(tmp_path_factory):
+    """The files of a real checkpoint of a model of width 8, by name."""
+    import jax.numpy as jnp
+
+    from model.init import init_params
+
+    whole = load_recipe("tiny").model.model_dump(mode="json")
+    small = {"d_model": 8, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": 4, "d_ff": 16, "window": 8,
+             "vocab_size": 32, "padded_vocab_size": 32}  # fmt: skip
+    cfg = ModelConfig.model_validate({**whole, **small})
+    root = tmp_path_factory.mktemp("ckpt")
+    meta = {**RECORDS["meta.json"], "model": cfg.model_dump(mode="json")}
+    state = {"params": init_params(cfg), "opt": {"count": jnp.int32(3)}, "step": jnp.int32(3)}
+    place = checkpoint.write_checkpoint(root, 3, state, meta)
+    return {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+
+
+def read_checkpoint(root, files):
+    """Write the files with a manifest that fits them; read everything that evaluation reads."""
+    import shutil
+
+    place = root / "step3"
+    shutil.rmtree(place, ignore_errors=True)
+    for name, raw in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(raw)
+    (place / "MANIFEST.json").unlink()
+    record = {"format": 1, "step": 3, "files": digest_tree(place)}
+    (place / "MANIFEST.json").write_text(json.dumps(record))
+    assert checkpoint.latest_committed(root)[0] == 3
+    checkpoint.read_meta(root, 3)
+    return checkpoint.restore_params(root, 3)
+
+
+def test_a_good_checkpoint_is_read(folder, tiny_checkpoint):
+    assert read_checkpoint(folder / "good-ckpt", tiny_checkpoint)[1].d_model == 8
+
+
+@few
+@given(data=st.data())
+def test_checkpoint_files(folder, tiny_checkpoint, data):
+    """Records, Orbax's own metadata and arrays, with a manifest made to fit: only ReproErrors come out."""
+    names = sorted(
+        n
+        for n in tiny_checkpoint
+        if n != "MANIFEST.json" and tiny_checkpoint[n] and not n.startswith("optimizer")
+    )
+    name = data.draw(st.sampled_from(names))
+    raw = data.draw(damaged_bytes(tiny_checkpoint[name]))
+    if name.endswith(("meta.json", "_METADATA", "_sharding")) and data.draw(st.booleans()):
+        raw = json.dumps(data.draw(damaged(json.loads(tiny_checkpoint[name])))).encode()
+    with contextlib.suppress(ReproError):
+        read_checkpoint(folder / "bad-ckpt", {**tiny_checkpoint, name: raw})
 
 
 @pytest.mark.parametrize(
