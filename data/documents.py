@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from infra.errors import DataError
+from infra.errors import DataError, ReproError
 
 READ_BLOCK = 1 << 20
 PARQUET_ROWS = 64
@@ -31,6 +31,13 @@ FORMATS = {
     ".txt": "txt",
 }
 EMPTY, NOT_UTF8, OVERLONG = "empty", "not UTF-8", "over-long"
+NETWORK = (
+    "aiohttp",
+    "gcsfs",
+    "google",
+    "requests",
+    "urllib3",
+)  # whose errors speak of the way, not of the file
 NOT_JSON, NO_TEXT = "not JSON", "no text field"
 
 
@@ -73,10 +80,25 @@ def open_bytes(path: str | Path) -> BinaryIO:
         if "://" in text:
             import fsspec
 
-            return cast(BinaryIO, fsspec.open(text, "rb").open())
+            with _reached(text):
+                return cast(BinaryIO, fsspec.open(text, "rb").open())
         return open(text, "rb")
     except FileNotFoundError:
         raise DataError(f"document file {text} does not exist", "check the source's glob") from None
+
+
+@contextlib.contextmanager
+def _reached(address: str) -> Iterator[None]:
+    """Whatever a remote file system raises (aiohttp, gcsfs, credentials) becomes one error that names the address."""
+    try:
+        yield
+    except (ReproError, FileNotFoundError):
+        raise
+    except Exception as e:
+        raise DataError(
+            f"{address} cannot be reached: {type(e).__name__}: {' '.join(str(e).split())[:200]}",
+            "check the address, the network and your access to it, then run the same command again",
+        ) from e
 
 
 def expand_glob(pattern: str) -> list[str]:
@@ -87,9 +109,11 @@ def expand_glob(pattern: str) -> list[str]:
         fs, key = fsspec.core.url_to_fs(pattern)
     except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is not installed
         raise DataError(f"the glob {pattern} cannot be read: {e}", "give a local path or gs://") from None
-    found = sorted(
-        str(fs.unstrip_protocol(p)) if "://" in pattern else str(p) for p in fs.glob(key) if fs.isfile(p)
-    )
+    remote = "://" in pattern
+    with _reached(pattern) if remote else contextlib.nullcontext():
+        found = sorted(
+            str(fs.unstrip_protocol(p)) if remote else str(p) for p in fs.glob(key) if fs.isfile(p)
+        )
     if not found:
         raise DataError(
             f"the glob {pattern} matches no file", "check the path; a glob needs * to match several files"
@@ -251,7 +275,12 @@ def _read_parquet(raw: BinaryIO, name: str, text_field: str, id_field: str, max_
 def _readable(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except OSError as e:
+    except Exception as e:
+        if type(e).__module__.split(".")[0] in NETWORK or isinstance(e, TimeoutError | ConnectionError):
+            with _reached(str(path)):
+                raise
+        if not isinstance(e, OSError):
+            raise
         raise DataError(f"{path} cannot be read to its end: {e}", "it is damaged: fetch it again") from e
 
 

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def machine_id() -> str:
 class GcsLease:
     """One owner of a name in a bucket, by generation preconditions.
 
-    A dead owner is taken over at once on its own machine, elsewhere `ttl` seconds after its last sign of life. Renewed in the background. `check()` raises LeaseError once it was lost. Clocks may differ by half a minute.
+    A dead owner is taken over at once on its own machine, elsewhere `ttl` seconds after its last sign of life. Renewed in
+    the background. Only another owner makes it lost, never an outage of the storage: then `on_lost` is called, and `check()`
+    raises LeaseError. Clocks may differ by half a minute.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class GcsLease:
         ttl: float = 120.0,
         wait_seconds: float = 0.0,
         skew: float = CLOCK_SKEW_SECONDS,
+        on_lost: Callable[[], None] = lambda: None,
     ):
         self.bucket, self.name, self.what, self.ttl, self.wait_seconds, self.skew = (
             bucket,
@@ -55,6 +59,7 @@ class GcsLease:
             wait_seconds,
             skew,
         )
+        self._on_lost = on_lost
         self._token = secrets.token_hex(8)
         self._generation = 0
         self._lost = ""
@@ -117,11 +122,32 @@ class GcsLease:
                     self.name, self._content(), if_generation=self._generation
                 ).generation
             except Conflict:
+                try:
+                    if self._still_ours():
+                        continue
+                except Conflict:
+                    pass
+                except StorageError:
+                    continue
                 self._lost = "somebody else took it over"
+                self._on_lost()
                 return
-            except StorageError as e:
-                self._lost = e.what
-                return
+            except StorageError:
+                continue  # an outage; whether somebody was quicker after it, the next write says
+
+    def _still_ours(self) -> bool:
+        """After a refused renewal: our own write whose answer was lost is ours; a lease that is gone is made anew."""
+        if self.bucket.stat(self.name) is None:
+            self._generation = self.bucket.write_bytes(self.name, self._content(), if_generation=0).generation
+            return True
+        data, generation = self.bucket.read_bytes(self.name)
+        try:
+            ours = json.loads(data)["token"] == self._token
+        except (ValueError, KeyError, TypeError):
+            return False
+        if ours:
+            self._generation = generation
+        return ours
 
     def check(self) -> None:
         """Raise if the lease was lost."""

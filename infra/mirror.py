@@ -6,24 +6,29 @@
 What a process on another machine may trust are the commit markers: checkpoints' `MANIFEST.json` and the records in `stages/`.
 They are sent after everything they speak of, and fetched after it. The surprising thing: the list of markers to send
 is taken *before* the training log is read, so a checkpoint in the bucket always has its log lines beside it.
-Objects that this copy did not write or fetch are never overwritten or deleted.
+Objects that this copy did not write or fetch are never overwritten or deleted. An outage of the storage, however long, is said
+once and waited for; a lease that somebody else took over stops the process.
 """
 
 import contextlib
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infra.artifacts import read_json, write_json_atomic
-from infra.errors import IdentityError
+from infra.errors import IdentityError, LeaseError, ReproError
 from infra.gcs_lease import GcsLease
-from infra.storage import Bucket, Conflict, Entry, StorageError, crc32c_file, crc32c_of, open_url
+from infra.storage import Bucket, Conflict, Entry, Gone, StorageError, crc32c_file, crc32c_of, open_url
 
 GROWING = (".jsonl", ".log")  # appended to while we send: cut at the last whole line
 LAST_WINS = ("report/", "landmarks/", "logs/", "evals/timings.json")
 LEASES = ".leases/"
+LISTINGS = 10  # a run that is sent to while it is brought is listed again, so often
 
 
 def tier(relative: str) -> int:
@@ -42,8 +47,15 @@ def everything(relative: str) -> bool:
     return True
 
 
+def stop_this_process() -> None:
+    """SIGTERM where the process handles it (a worker passes it to its child), else SIGINT as from a Ctrl-C."""
+    handled = callable(signal.getsignal(signal.SIGTERM))
+    os.kill(os.getpid(), signal.SIGTERM if handled else signal.SIGINT)
+
+
 class Mirror:
     """See the module. `brings` and `sends` choose by relative path; `every`: seconds between sends (0: only at the end).
+    `stop`: what ends the work once the lease is lost.
 
     `exclusive` holds the lease of the whole run directory; others hold none and must send disjoint paths.
     """
@@ -51,6 +63,7 @@ class Mirror:
     def __init__(
         self, url: str, local: Path, what: str, *, every: float = 15.0, exclusive: bool = True, bucket: Bucket | None = None,
         brings: Callable[[str], bool] = everything, sends: Callable[[str], bool] = everything, lease_wait: float = 0.0,
+        stop: Callable[[], None] = stop_this_process,
     ):  # fmt: skip
         if bucket is None:
             self.bucket, self.prefix = open_url(url)
@@ -64,12 +77,19 @@ class Mirror:
             sends,
         )
         self._lease = (
-            GcsLease(self.bucket, f"{self.prefix}{LEASES}run", what, wait_seconds=lease_wait)
+            GcsLease(
+                self.bucket,
+                f"{self.prefix}{LEASES}run",
+                what,
+                wait_seconds=lease_wait,
+                on_lost=self._lease_lost,
+            )
             if exclusive
             else None
         )
         # Beside the copy, so that deleting the copy (FRESH=1) deletes what it had sent.
         self._state_path = self.local.with_name(f"{self.local.name}.mirror.json")
+        self._stop = stop
         self._stack = contextlib.ExitStack()
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -99,11 +119,28 @@ class Mirror:
 
     def _keep_sending(self) -> None:
         """A failed send is tried again at the next turn; what is in the bucket stays a consistent older state."""
+        failing = False
         while not self._done.wait(self.every):
             try:
                 self.push()
-            except (StorageError, OSError) as e:
-                self.failures.append(str(e))
+                if failing:
+                    self._say("sending again")
+                failing = False
+            except LeaseError:
+                return  # said, and the work is being stopped
+            except (ReproError, OSError) as e:
+                what = e.what if isinstance(e, ReproError) else str(e)
+                self.failures.append(what)
+                if not failing:
+                    self._say(f"not sent: {what}; the work goes on here, sending is tried again")
+                failing = True
+
+    def _lease_lost(self) -> None:
+        self._say("somebody else has taken over this run; the work here is stopped")
+        self._stop()
+
+    def _say(self, what: str) -> None:
+        print(f"{self.url}: {what}", file=sys.stderr, flush=True)
 
     # -- state: {relative: [size, mtime_ns, crc32c, generation]} of what the bucket and this copy agree on
 
@@ -141,42 +178,69 @@ class Mirror:
         }
 
     def pull(self) -> list[str]:
-        """Bring what is new or changed in the bucket, markers last; returns what was fetched."""
+        """Bring what is new or changed in the bucket, markers last; returns what was fetched.
+
+        What its writer replaces or deletes meanwhile is listed again, before any marker that speaks of it is fetched.
+        """
         with self._lock:
             self.local.mkdir(parents=True, exist_ok=True)
-            state, remote = self._state(), self.remote()
+            state = self._state()
             fetched: list[str] = []
-            for level in (0, 1, 2):
-                wanted = []
-                for relative, entry in remote.items():
-                    if tier(relative) != level or not self.brings(relative):
-                        continue
-                    path, known = self.local / relative, state.get(relative)
-                    if known is not None and known[3] == entry.generation and path.exists():
-                        continue
-                    if path.exists():
-                        if path.stat().st_size == entry.size and crc32c_file(path) == entry.crc32c:
-                            state[relative] = self._agreed(relative, entry)
-                            continue
-                        if self._changed(relative, known) and not relative.startswith(LAST_WINS):
-                            raise IdentityError(
-                                f"{path} and {self.bucket.url(entry.name)} were both changed since they last agreed",
-                                f"delete {self.local} and {self._state_path.name} to take the bucket's state",
-                            )
-                    wanted.append((entry, path))
-                self.bucket.download(wanted)
-                for entry, path in wanted:
-                    relative = path.relative_to(self.local).as_posix()
-                    state[relative] = self._agreed(relative, entry)
-                    fetched.append(relative)
-                self._write_state(state)
-            for relative in [r for r in state if r not in remote and self.brings(r)]:
+            for _ in range(LISTINGS):
+                remote = self.remote()
+                if all(self._fetch(level, remote, state, fetched) for level in (0, 1, 2)):
+                    break
+            else:
+                raise StorageError(
+                    f"{self.url} is changed faster than it can be brought", "run the same command again"
+                )
+            # Markers first: what is left of a retired checkpoint is never taken for a whole one.
+            for relative in sorted(
+                (r for r in state if r not in remote and self.brings(r)), key=tier, reverse=True
+            ):
                 path = self.local / relative
                 if path.exists() and not self._changed(relative, state[relative]):
                     path.unlink()
                 del state[relative]
             self._write_state(state)
             return fetched
+
+    def _fetch(
+        self, level: int, remote: dict[str, Entry], state: dict[str, list[Any]], fetched: list[str]
+    ) -> bool:
+        """Bring one tier of a listing; False if something of it had vanished. Of files that grow the newest is taken."""
+        wanted = []
+        for relative, entry in remote.items():
+            if tier(relative) != level or not self.brings(relative):
+                continue
+            path, known = self.local / relative, state.get(relative)
+            if known is not None and known[3] == entry.generation and path.exists():
+                continue
+            if path.exists():
+                if path.stat().st_size == entry.size and crc32c_file(path) == entry.crc32c:
+                    state[relative] = self._agreed(relative, entry)
+                    continue
+                if self._changed(relative, known) and not relative.startswith(LAST_WINS):
+                    raise IdentityError(
+                        f"{path} and {self.bucket.url(entry.name)} were both changed since they last agreed",
+                        f"delete {self.local} and {self._state_path.name} to take the bucket's state",
+                    )
+            wanted.append((entry, path))
+        whole = True
+        while wanted:
+            vanished = self.bucket.download(wanted, may_vanish=True)
+            for entry, path in wanted:
+                if entry not in vanished:
+                    relative = path.relative_to(self.local).as_posix()
+                    state[relative] = self._agreed(relative, entry)
+                    fetched.append(relative)
+            newer = {e.name: self.bucket.stat(e.name) for e in vanished if e.name.endswith(GROWING)}
+            whole = whole and all(newer.get(e.name) is not None for e in vanished)
+            wanted = [
+                (n, path) for e, path in wanted if e in vanished and (n := newer.get(e.name)) is not None
+            ]
+        self._write_state(state)
+        return whole
 
     def _agreed(self, relative: str, entry: Entry) -> list[Any]:
         return [entry.size, (self.local / relative).stat().st_mtime_ns, entry.crc32c, entry.generation]
@@ -299,7 +363,10 @@ def newest_step(url: str, bucket: Bucket | None = None) -> int:
     )
     for step in steps:
         base = f"{prefix}checkpoints/step{step}/"
-        files = json.loads(bucket.read_bytes(f"{base}MANIFEST.json")[0])["files"]
+        try:
+            files = json.loads(bucket.read_bytes(f"{base}MANIFEST.json")[0])["files"]
+        except Gone:  # retired since it was listed
+            continue
         if all(f"{base}{n}" in found and found[f"{base}{n}"].size == f["bytes"] for n, f in files.items()):
             return step
     return 0

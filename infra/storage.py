@@ -11,9 +11,11 @@ refusal is a Conflict only if other bytes stand there.
 
 import base64
 import contextlib
+import json
 import os
 import random
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +29,7 @@ T = TypeVar("T")
 CHUNK = 8 * 2**20  # of a resumable upload; a larger file is sent in such pieces and continues after an error
 CONNECT_SECONDS, READ_SECONDS = 10.0, 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+SAID_AT_TRY = 3  # a fault that lasts so many tries is said, once per deadline
 LOG_IN = "run `gcloud auth application-default login`, or use a service account"
 
 
@@ -36,6 +39,10 @@ class StorageError(ReproError):
 
 class Conflict(StorageError):
     """The object is not the one expected: somebody else wrote it."""
+
+
+class Gone(StorageError):
+    """The object, or that generation of it, is not there: never written, replaced or deleted."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class Bucket:
         self.first_pause, self.read_seconds = first_pause, read_seconds
         self._client = client
         self._lock = threading.Lock()
+        self._silent_until = 0.0
 
     @property
     def client(self) -> Any:
@@ -168,7 +176,7 @@ class Bucket:
         return self._retry("look at", name, once)
 
     def read_bytes(self, name: str) -> tuple[bytes, int]:
-        """(content, generation), checked against the service's CRC32C. Raises StorageError if it is not there."""
+        """(content, generation), checked against the service's CRC32C. Raises Gone if it is not there."""
         import io
 
         def once(timeout: tuple[float, float]) -> tuple[bytes, int]:
@@ -241,7 +249,16 @@ class Bucket:
         return done
 
     def _upload_one(self, path: Path, name: str, condition: int | None) -> Entry:
-        from google.cloud.storage.retry import DEFAULT_RETRY
+        from google.api_core.retry import Retry
+        from google.cloud.storage.retry import _should_retry
+
+        until, failed = time.time() + self.deadline, 0
+
+        def heard(error: Exception) -> None:
+            nonlocal failed
+            failed += 1
+            if failed == SAID_AT_TRY:
+                self._say_waiting("upload", name, error, until)
 
         def once(timeout: tuple[float, float]) -> Entry:
             blob = self.blob(name)
@@ -249,20 +266,24 @@ class Bucket:
             large = path.stat().st_size > CHUNK
             blob.upload_from_filename(
                 str(path), if_generation_match=condition, checksum="crc32c", timeout=timeout,
-                retry=DEFAULT_RETRY.with_timeout(self.deadline).with_delay(self.first_pause) if large else None,
+                retry=Retry(predicate=_should_retry, initial=self.first_pause, timeout=self.deadline, on_error=heard) if large else None,
             )  # fmt: skip
             return _entry(blob)
 
         return self._conditional("upload", name, once, path.stat().st_size, lambda: crc32c_file(path))
 
-    def download(self, wanted: Iterable[tuple[Entry, Path]]) -> None:
-        """Fetch objects into files, each whole and checked or not there at all."""
+    def download(self, wanted: Iterable[tuple[Entry, Path]], *, may_vanish: bool = False) -> Sequence[Entry]:
+        """Fetch objects into files, each whole and checked or not there at all.
+
+        `may_vanish`: generations that were replaced or deleted since they were listed are returned; else they raise Gone.
+        """
         from google.cloud.storage import transfer_manager
 
         wanted = list(wanted)
         parts = [
             path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}") for _, path in wanted
         ]
+        vanished: list[Entry] = []
         with contextlib.ExitStack() as files:
             pairs = []
             for (entry, path), part in zip(wanted, parts):
@@ -279,8 +300,15 @@ class Bucket:
             for (_, timed), (entry, path), part, result in zip(pairs, wanted, parts, results):
                 timed.close()
                 if isinstance(result, Exception) or not self._whole(part, entry):
-                    self._download_one(entry, part)
+                    try:
+                        self._download_one(entry, part)
+                    except Gone:
+                        if not may_vanish:
+                            raise
+                        vanished.append(entry)
+                        continue
                 os.replace(part, path)
+        return vanished
 
     def _whole(self, part: Path, entry: Entry) -> bool:
         return part.stat().st_size == entry.size and (not entry.crc32c or crc32c_file(part) == entry.crc32c)
@@ -336,6 +364,7 @@ class Bucket:
         from google.auth.exceptions import RefreshError
 
         start, pause, tries = time.monotonic(), self.first_pause, 0
+        until = time.time() + self.deadline
         while True:
             tries += 1
             left = self.deadline - (time.monotonic() - start)
@@ -347,12 +376,15 @@ class Bucket:
                 raise StorageError(
                     f"the Google credentials do not work: {' '.join(str(e).split())[:120]}", LOG_IN
                 ) from None
-            except (NotFound, PreconditionFailed) as e:
-                if isinstance(e, NotFound) and verb in ("read", "download", "list"):
-                    raise StorageError(
-                        f"{self.url(name)} is not there", "check the bucket and the path"
-                    ) from None
+            except PreconditionFailed:
                 raise
+            except NotFound:
+                if verb in ("read", "download"):
+                    raise Gone(f"{self.url(name)} is not there", "check the bucket and the path") from None
+                raise StorageError(
+                    f"cannot {verb} {self.url(name)}: the bucket gs://{self.name} does not exist, or you may not see it",
+                    f"check its name, or make it: `gcloud storage buckets create gs://{self.name}`",
+                ) from None
             except (Forbidden, Unauthorized) as e:
                 raise StorageError(
                     f"cannot {verb} {self.url(name)}: access denied ({e.code})",
@@ -361,7 +393,8 @@ class Bucket:
             except Exception as e:
                 if not retryable(e):
                     raise StorageError(
-                        f"cannot {verb} {self.url(name)}: {type(e).__name__}: {str(e)[:300]}"
+                        f"cannot {verb} {self.url(name)}: {type(e).__name__}: {str(e)[:300]}",
+                        "check the bucket and STORAGE_EMULATOR_HOST, then run the same command again",
                     ) from e
                 used = time.monotonic() - start
                 if used + pause > self.deadline:
@@ -371,16 +404,33 @@ class Bucket:
                         f"cannot {verb} {self.url(name)}: {what} ({tries} tries in {used:.0f} s)",
                         "check the network and the service's status, then run the same command again",
                     ) from e
+                if tries == SAID_AT_TRY:
+                    self._say_waiting(verb, name, e, until)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _say_waiting(self, verb: str, name: str, error: Exception, until: float) -> None:
+        """One line on stderr that an object is waited for; then silence for a deadline, however many objects wait."""
+        with self._lock:
+            if time.monotonic() < self._silent_until:
+                return
+            self._silent_until = time.monotonic() + self.deadline
+        clock = time.strftime("%H:%M:%S", time.localtime(until))
+        print(
+            f"storage: cannot {verb} {self.url(name)} yet ({type(error).__name__}); trying until {clock}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def retryable(error: BaseException) -> bool:
     """Whether trying again can help: overload, broken or slow connections, bodies that do not match their checksum."""
     from google.cloud.storage.exceptions import DataCorruption
     from google.cloud.storage.retry import _should_retry
+    from requests.exceptions import JSONDecodeError as RequestsJSONDecodeError
 
-    return isinstance(error, DataCorruption | TimeoutError | ConnectionError) or bool(_should_retry(error))
+    broken = DataCorruption | json.JSONDecodeError | RequestsJSONDecodeError | UnicodeDecodeError
+    return isinstance(error, broken | TimeoutError | ConnectionError) or bool(_should_retry(error))
 
 
 def _entry(blob: Any) -> Entry:

@@ -32,6 +32,7 @@ from model.config import ModelConfig
 MANIFEST, META, FORMAT = "MANIFEST.json", "meta.json", 1
 CONTENTS = ("params", "optimizer", META)
 WRITING, DELETED, ASIDE = ".writing-", ".deleted-", "set-aside-"
+WEIGHTS = ("params", META)  # the parts that whoever only reads the weights needs
 LAYOUT = "pattern-scan-v1"  # how layers are stacked in the tree; named in meta.json
 STEP = re.compile(r"^step(0|[1-9]\d*)$")
 BARRIER_SECONDS = 1800  # hosts wait so long for each other's parts, and for the digests
@@ -54,7 +55,8 @@ def step_dir(root: Path, step: int) -> Path:
 def problem(directory: Path, verify: bool = False, parts: tuple[str, ...] = ()) -> str | None:
     """Why `directory` is not a committed checkpoint; None if it is one.
 
-    `verify` also checks every digest, or those of the files and folders `parts`.
+    `verify` also checks every digest. `parts`: only these files and folders are looked at, so that a copy of the weights
+    alone will do for a reader of weights; never for going on with training.
     """
     if not (directory / MANIFEST).is_file():
         return "no manifest: half-written"
@@ -78,6 +80,8 @@ def problem(directory: Path, verify: bool = False, parts: tuple[str, ...] = ()) 
         return f"broken manifest: {e}"
     try:
         for name, entry in files.items():
+            if parts and name.split("/")[0] not in parts:
+                continue
             path = directory / name
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
                 return f"{name} is missing or has another size"
@@ -150,10 +154,10 @@ def set_aside(path: Path) -> Path:
     return new
 
 
-def read_meta(root: str | Path, step: int) -> dict[str, Any]:
-    """The meta record of a committed checkpoint."""
+def read_meta(root: str | Path, step: int, parts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The meta record of a committed checkpoint, or of one of which only `parts` need be here."""
     directory = step_dir(Path(root), step)
-    why = problem(directory)
+    why = problem(directory, parts=parts)
     if why is not None:
         raise IdentityError(f"{directory} is not a committed checkpoint: {why}", "choose another step")
     return _meta(directory)
@@ -174,7 +178,7 @@ def restore(root: str | Path, step: int, abstract: Any, *, verify: bool = True) 
     `abstract`: only they are read. A parameter that the checkpoint lacks or has in another shape is an error.
     """
     directory = step_dir(Path(root), step)
-    why = problem(directory, verify)
+    why = problem(directory, verify, () if "opt" in abstract else WEIGHTS)
     if why is not None:
         raise IdentityError(
             f"{directory} cannot be restored: {why}", "use an older checkpoint, or save it again"
@@ -196,7 +200,7 @@ def restore_params(root: str | Path, step: int, *, verify: bool = True) -> tuple
     """(weights as float32 numpy arrays, the model config stored with them): the checkpoint describes itself."""
     from model.olmo3 import abstract_params
 
-    cfg = _stored_model(read_meta(root, step), step_dir(Path(root), step))
+    cfg = _stored_model(read_meta(root, step, WEIGHTS), step_dir(Path(root), step))
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), abstract_params(cfg)

@@ -36,7 +36,12 @@ from pipelines.stages import read_recipe
 
 LOOK_EVERY_SECONDS = 2.0
 NEEDED = ("recipe.json", "stages/", "tokens/heldout/", "tokens/validation/", "tokens/train/manifest.json", "reference/hf/", "reference/metrics.jsonl", "reference/receipts.json",
-          "checkpoints/", "train/", "parity/", "evals/", "landmarks/", "order/receipts.json", "corpus/")  # fmt: skip
+          "train/", "parity/", "evals/", "landmarks/", "order/receipts.json", "corpus/")  # fmt: skip
+CHECKPOINT_PARTS = (
+    "params",
+    "meta.json",
+    "MANIFEST.json",
+)  # of a landmark; the optimizer is several times larger
 SENT = ("evals/", "landmarks/", "report/")
 
 
@@ -50,11 +55,37 @@ class Landmark:
     key: str = ""
 
 
+class Needed:
+    """Which files of a run in a bucket an evaluation needs; of checkpoints only the landmarks' weights and records.
+
+    Of the optimizer's state the index comes too (what the report says of its dtypes), not the arrays.
+    """
+
+    def __init__(self) -> None:
+        self.landmarks: frozenset[str] = frozenset()
+
+    def __call__(self, relative: str) -> bool:
+        if not relative.startswith("checkpoints/"):
+            return relative.startswith(NEEDED)
+        _, step, *rest = relative.split("/")
+        if step not in self.landmarks or not rest:
+            return False
+        index = rest[0] == "optimizer" and len(rest) > 1 and not rest[1].startswith("ocdbt.process_")
+        return index or rest[0] in CHECKPOINT_PARTS
+
+    def learn(self, run: Path) -> bool:
+        """Take the landmarks from the run's recipe, if it is there; whether they are others than before."""
+        before = self.landmarks
+        if (run / "recipe.json").exists():
+            self.landmarks = frozenset(f"step{s}" for s in read_recipe(run).train.landmark_steps)
+        return self.landmarks != before
+
+
 class Watched:
     """A run that is watched: its local directory, and how a name in it is leased."""
 
-    def __init__(self, run: Path, mirror: Mirror | None = None):
-        self.run, self.mirror = Path(run), mirror
+    def __init__(self, run: Path, mirror: Mirror | None = None, needed: Needed | None = None):
+        self.run, self.mirror, self.needed = Path(run), mirror, needed
         self._evaluators = threading.local()
 
     def lease(self, name: str) -> Any:
@@ -67,6 +98,8 @@ class Watched:
         """Bring what others did since."""
         if self.mirror is not None:
             self.mirror.pull()
+            if self.needed is not None and self.needed.learn(self.run):
+                self.mirror.pull()
 
     def send(self) -> None:
         if self.mirror is not None:
@@ -90,22 +123,25 @@ def watched(run_dir: str | Path, root: Path = Path("runs")) -> Iterator[Watched]
         return
     url = str(run_dir)
     local = working_copy(url, root).with_name(working_copy(url, root).name + ".landmarks")
+    needed = Needed()
     with Mirror(
         url, local, "landmarks", every=0, exclusive=False,
-        brings=lambda r: r.startswith(NEEDED), sends=lambda r: r.startswith(SENT),
+        brings=needed, sends=lambda r: r.startswith(SENT),
     ) as mirror:  # fmt: skip
-        yield Watched(local, mirror)
+        if needed.learn(local):
+            mirror.pull()
+        yield Watched(local, mirror, needed)
 
 
 def survey(run: Path, recipe: Recipe) -> list[Landmark]:
     """Every landmark of the recipe and how it stands. Reads manifests and markers only."""
     from evals.evaluate import FILES
-    from model.checkpoint import problem, step_dir
+    from model.checkpoint import WEIGHTS, problem, step_dir
 
     reference = (run / "stages" / "reference.json").exists()
     out = []
     for step in recipe.train.landmark_steps:
-        why = problem(step_dir(run / "checkpoints", step))
+        why = problem(step_dir(run / "checkpoints", step), parts=WEIGHTS)
         if why is not None:
             out.append(Landmark(step, "waiting", "no checkpoint yet" if "no manifest" in why else why))
             continue

@@ -14,6 +14,7 @@ from infra.mirror import Mirror, working_copy
 SEND_EVERY_SECONDS = 15.0
 BY_THEMSELVES = ("launch", "serve")  # commands that take the URL as it is
 LOOKING = ("status",)
+SHOWN = ("recipe.json", "stages/", "report/verdict")  # what such a command reads
 
 
 def is_remote(run_dir: str | Path) -> bool:
@@ -43,7 +44,7 @@ def dispatch(args: argparse.Namespace) -> int:
             what,
             every=0,
             exclusive=False,
-            brings=lambda r: r.startswith(("stages/", "report/verdict")),
+            brings=lambda r: r.startswith(SHOWN),
             sends=lambda r: False,
         ):
             args.run_dir = str(looked_at)

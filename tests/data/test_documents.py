@@ -183,3 +183,37 @@ def test_memory_is_bounded_whatever_the_size_of_file_and_document(tmp_path, endi
 def test_a_glob_of_another_protocol_is_named(glob):
     with pytest.raises(DataError, match=rf"the glob {re.escape(glob)} cannot be read(.|\n)*gs://"):
         expand_glob(glob)
+
+
+def test_a_remote_source_that_cannot_be_reached_is_named(monkeypatch):
+    import aiohttp
+    import fsspec
+
+    class Unreachable:
+        def open(self):
+            raise aiohttp.ClientConnectionError("refused")
+
+        def readline(self, size):
+            raise aiohttp.ClientPayloadError("cut off")
+
+        def glob(self, key):
+            raise aiohttp.ClientConnectionError("refused")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(fsspec, "open", lambda *a: Unreachable())
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Unreachable(), url))
+    with pytest.raises(
+        DataError, match=r"gs://b/x\.jsonl cannot be reached: ClientConnectionError: refused"
+    ) as e:
+        expand_glob("gs://b/x.jsonl")
+    assert "the network" in e.value.remedy
+    with pytest.raises(DataError, match=r"gs://b/x\.jsonl cannot be reached"):
+        list(read_documents("gs://b/x.jsonl"))
+    monkeypatch.setattr("data.documents.open_bytes", lambda path: Unreachable())
+    with pytest.raises(DataError, match=r"gs://b/x\.jsonl cannot be reached: ClientPayloadError: cut off"):
+        list(read_documents("gs://b/x.jsonl"))

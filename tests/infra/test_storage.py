@@ -197,3 +197,63 @@ def test_a_lost_lease_is_noticed(gcs):
         time.sleep(0.5)
         with pytest.raises(LeaseError, match="was lost"):
             lease.check()
+
+
+def test_a_lease_outlives_an_outage_longer_than_the_deadline(gcs):
+    b = bucket(deadline=0.2)
+    with GcsLease(b, "x", "first", ttl=0.3) as lease:
+        gcs.fail("POST", "upload", "503", 10**6)
+        time.sleep(1.0)
+        lease.check()
+        gcs.faults.clear()
+        before = gcs.objects["b", "x"]["generation"]
+        time.sleep(0.5)
+        assert gcs.objects["b", "x"]["generation"] > before
+        lease.check()
+    assert gcs.names() == []
+
+
+def test_a_lease_that_is_gone_is_made_anew_and_our_own_lost_write_is_ours(gcs):
+    b = bucket()
+    with GcsLease(b, "x", "first", ttl=0.3) as lease:
+        b.delete("x")
+        time.sleep(0.4)
+        lease.check()
+        b.write_bytes("x", lease._content())  # as after a renewal whose answer never came
+        time.sleep(0.4)
+        lease.check()
+    assert gcs.names() == []
+
+
+def test_an_object_that_is_waited_for_is_said_once(gcs, capsys):
+    gcs.fail("GET", "/o/run/a", "503", 5)
+    gcs.put("b", "run/a", b"x", None)
+    assert bucket().read_bytes("run/a")[0] == b"x"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "cannot read gs://b/run/a yet" in lines[0] and "trying until " in lines[0]
+
+
+def test_a_corrupt_listing_is_fetched_again_and_then_an_error(gcs):
+    gcs.put("b", "run/a", b"x", None)
+    gcs.fail("GET", "/b/b/o?", "corrupt", 2)
+    assert list(bucket().list("run/")) == ["run/a"]
+    gcs.fail("GET", "/b/b/o?", "corrupt", 999)
+    with pytest.raises(StorageError, match=r"cannot list gs://b/run/: .*tries in") as e:
+        bucket(deadline=0.3).list("run/")
+    assert "run the same command again" in e.value.remedy
+
+
+def test_a_bucket_that_does_not_exist_is_named(gcs, tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    gcs.fail("POST", "upload", "404", 999)
+    gcs.fail("GET", "/b/b/o?", "404", 999)
+    for attempt in (
+        lambda: bucket().write_bytes("run/a", b"x", 0),
+        lambda: bucket().upload([(tmp_path / "a", "run/a")]),
+        lambda: bucket().list("run/"),
+    ):
+        with pytest.raises(
+            StorageError, match="the bucket gs://b does not exist, or you may not see it"
+        ) as e:
+            attempt()
+        assert "check its name" in e.value.remedy

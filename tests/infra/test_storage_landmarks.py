@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infra.artifacts import digest_tree, write_json_atomic
 from infra.mirror import Mirror
+from model import checkpoint
 from pipelines import landmarks
 from pipelines.recipe import load_recipe
 
@@ -73,3 +74,28 @@ def test_two_machines_evaluate_each_landmark_once_and_the_bucket_has_the_results
     assert sorted(calls) == [2, 4]
     assert json.loads(gcs.objects["b", "run/landmarks/step2.json"]["data"])["state"] == "evaluated"
     assert Path(tmp_path / "machine3").is_dir()
+
+
+def test_of_checkpoints_only_landmarks_weights_and_records_are_brought(gcs, tmp_path):
+    recipe = load_recipe("tiny", FIELDS)
+    with Mirror("gs://b/run", tmp_path / "trainer", "training", every=0) as m:
+        write_json_atomic(m.local / "recipe.json", recipe.model_dump(mode="json"))
+        write_json_atomic(m.local / "stages" / "reference.json", {"digest": "r", "seconds": 1})
+        for step in (2, 3):
+            root = m.local / "checkpoints" / f"step{step}"
+            for part in ("params", "optimizer"):
+                (root / part).mkdir(parents=True)
+                (root / part / "d").write_bytes(b"w" * step)
+            (root / "optimizer" / "ocdbt.process_0").mkdir()
+            (root / "optimizer" / "ocdbt.process_0" / "d").write_bytes(b"large")
+            write_json_atomic(root / "meta.json", {"step": step})
+            write_json_atomic(root / "MANIFEST.json", {"format": 1, "step": step, "files": digest_tree(root)})
+    with landmarks.watched("gs://b/run", tmp_path / "watcher") as target:
+        root = target.run / "checkpoints"
+        found = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+        assert found == ["step2/MANIFEST.json", "step2/meta.json", "step2/optimizer/d", "step2/params/d"]
+        assert [x.state for x in landmarks.survey(target.run, recipe)] == ["ready", "waiting", "waiting"]
+        assert checkpoint.committed(root).steps == (), "nobody can train on from weights alone"
+        (root / "step2" / "params" / "d").write_bytes(b"cut off")
+        assert landmarks.survey(target.run, recipe)[0].state == "waiting"
+    assert "ocdbt.process_0" not in "".join(u for method, u in gcs.requests if "alt=media" in u)

@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import IdentityError, LeaseError
 from infra.mirror import Mirror, newest_step, tier, working_copy
-from infra.storage import Bucket, Conflict
+from infra.storage import Bucket, Conflict, StorageError
 
 
 def mirror(local: Path, what="test", **options) -> Mirror:
@@ -162,6 +162,97 @@ def test_a_working_copy_of_another_run_is_refused(gcs, tmp_path):
     with pytest.raises(IdentityError, match="working copy of gs://b/run, not of gs://b/other"):
         Mirror("gs://b/other", tmp_path / "a", "x", exclusive=False, every=0).__enter__()
     assert working_copy("gs://b/run/") == Path("runs/.gs/b/run")
+
+
+def test_sending_goes_on_after_an_outage_longer_than_the_deadline(gcs, tmp_path, capsys):
+    with mirror(tmp_path / "a", every=0.1) as m:
+        m.bucket.deadline = 0.2
+        gcs.fail("POST", "upload", "503", 10**6)
+        (m.local / "x").write_text("x")
+        time.sleep(1.2)
+        assert m.failures and m._thread.is_alive()
+        gcs.faults.clear()
+        m.bucket.deadline = 20
+        (m.local / "y").write_text("y")
+        until = time.monotonic() + 10
+        while not {"run/x", "run/y"} <= set(gcs.names()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.2)
+        (m.local / "z").write_text("z")
+    assert {"run/x", "run/y", "run/z"} <= set(gcs.names())
+    err = capsys.readouterr().err
+    assert err.count("gs://b/run: not sent: cannot upload gs://b/run/x") == 1
+    assert err.count("gs://b/run: sending again") == 1
+
+
+def test_a_run_that_somebody_took_over_is_stopped_and_ends_with_an_error(gcs, tmp_path, capsys):
+    stopped = []
+    m = mirror(tmp_path / "a", every=0.1, stop=lambda: stopped.append(1))
+    m._lease.ttl = 0.3
+    with pytest.raises(LeaseError, match="was lost: somebody else took it over"), m:
+        gcs.put("b", "run/.leases/run", b'{"token": "another"}', None)
+        until = time.monotonic() + 10
+        while not stopped:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (m.local / "x").write_text("x")
+    assert stopped == [1] and "run/x" not in gcs.names()
+    assert "run/.leases/run" in gcs.names(), "the other's lease stays"
+    assert "somebody else has taken over this run" in capsys.readouterr().err
+
+
+def between(monkeypatch, what):
+    """Do `what` once, between a listing and the downloads from it."""
+    listed, todo = Bucket.list, [what]
+
+    def listing(self, prefix):
+        found = listed(self, prefix)
+        if todo:
+            todo.pop()()
+        return found
+
+    monkeypatch.setattr(Bucket, "list", listing)
+
+
+def test_a_log_that_grows_while_it_is_brought_is_brought_at_its_newest(gcs, tmp_path, monkeypatch):
+    gcs.put("b", "run/train/metrics.jsonl", b"1\n", None)
+    between(monkeypatch, lambda: gcs.put("b", "run/train/metrics.jsonl", b"1\n2\n", None))
+    with mirror(tmp_path / "w", exclusive=False, sends=lambda r: False) as m:
+        assert (m.local / "train/metrics.jsonl").read_text() == "1\n2\n"
+        gcs.put("b", "run/train/metrics.jsonl", b"1\n2\n3\n", None)
+        assert m.pull() == ["train/metrics.jsonl"]
+
+
+def test_a_checkpoint_that_is_retired_while_it_is_brought_is_never_half_there(gcs, tmp_path, monkeypatch):
+    with mirror(tmp_path / "a") as m:
+        checkpoint(m.local, 1)
+        checkpoint(m.local, 2)
+
+    def retire():
+        for name in ("MANIFEST.json", "params/d"):
+            del gcs.objects["b", f"run/checkpoints/step1/{name}"]
+
+    between(monkeypatch, retire)
+    with mirror(tmp_path / "w", exclusive=False, sends=lambda r: False) as m:
+        assert sorted(r for r in tree(m.local) if "checkpoints" in r) == [
+            "checkpoints/step2/MANIFEST.json",
+            "checkpoints/step2/params/d",
+        ]
+
+
+def test_a_run_that_changes_at_every_look_ends_in_one_error(gcs, tmp_path, monkeypatch):
+    listed = Bucket.list
+
+    def listing(self, prefix):
+        gcs.put("b", "run/a", b"x", None)
+        found = listed(self, prefix)
+        gcs.put("b", "run/a", b"y", None)
+        return found
+
+    monkeypatch.setattr(Bucket, "list", listing)
+    with pytest.raises(StorageError, match="gs://b/run is changed faster than it can be brought"):
+        mirror(tmp_path / "w", exclusive=False).__enter__()
 
 
 TRAINER = """
