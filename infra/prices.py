@@ -6,7 +6,9 @@ us-central1 (August 2026). Prices change and differ by region; a plan is made wi
 """
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from infra.errors import ReproError
 
@@ -20,12 +22,38 @@ USD_PER_CHIP_HOUR: dict[str, float | None] = {
 
 
 def price_of(kind: str, table: str = "") -> float | None:
-    """The price of a chip type; `table` is a JSON file `{"v5p": 4.2}` that replaces entries. None: unknown."""
-    prices = dict(USD_PER_CHIP_HOUR)
-    if table:
-        try:
-            given = json.loads(Path(table).read_text())
-            prices |= {str(k): float(v) for k, v in given.items()}
-        except (OSError, ValueError, TypeError, AttributeError) as e:
-            raise ReproError(f"the price table {table} cannot be read: {e}", 'write {"v5p": 4.2}') from None
-    return prices.get(kind)
+    """The price of a chip type in USD per chip and hour; None: unknown.
+
+    `table` is a JSON file `{"v5p": 4.2, "v4": null}` that replaces entries. Zero is a price (lent chips). Raises ReproError
+    that names the entry for an unknown chip and for anything but null or a finite number from 0 on.
+    """
+    if not table:
+        return USD_PER_CHIP_HOUR.get(kind)
+    remedy = 'write USD per chip and hour, for example {"v5p": 4.2}, null for unknown'
+    try:
+        given = json.loads(Path(table).read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise ReproError(f"the price table {table} cannot be read: {e}", remedy) from None
+    if not isinstance(given, dict):
+        raise ReproError(f"the price table {table} is no JSON object", remedy)
+    for chip, price in given.items():
+        if chip not in USD_PER_CHIP_HOUR:
+            raise ReproError(
+                f"the price table {table} names an unknown chip {chip!r}",
+                f"known: {', '.join(USD_PER_CHIP_HOUR)}",
+            )
+        if not _is_price(price):
+            raise ReproError(
+                f"the price table {table}: {chip} is {str(price)[:40]!r}, which is no price", remedy
+            )
+    found = {**USD_PER_CHIP_HOUR, **given}[kind]
+    return None if found is None else float(found)
+
+
+def _is_price(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    except OverflowError:  # an integer beyond every float
+        return False

@@ -4,9 +4,9 @@ Architecture facts: `allenai/OLMo-core` @ fa6c5014c, `src/olmo_core/nn/transform
 """
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from infra.section import Section
 
@@ -156,16 +156,23 @@ class NumericsConfig(Section):
 
     mode: Literal["fp32", "mixed"] = "fp32"
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
-    remat: Literal["none", "dots", "block", "full"] = "none"
+    remat: Literal["none", "dots", "block", "full", "offload"] = "none"
     loss_slice_tokens: int = Field(512, ge=1, description="tokens per slice of the cross entropy")
 
 
-class MeshConfig(Section):
-    """Device mesh axes; 0 means `all that is left`."""
+def _auto_is_zero(size: Any) -> Any:
+    return 0 if size == "auto" else size
 
-    data: int = Field(1, ge=0)
-    fsdp: int = Field(0, ge=0)
-    tensor: int = Field(1, ge=0)
+
+MeshSize = Annotated[int, BeforeValidator(_auto_is_zero), Field(ge=0)]
+
+
+class MeshConfig(Section):
+    """Sizes of the device mesh axes in devices; `auto`, kept as 0, means `all that is left`."""
+
+    data: MeshSize = 1
+    fsdp: MeshSize = 0
+    tensor: MeshSize = 1
 
 
 class LogConfig(Section):

@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model import layout
 from model.config import LayerKind, ModelConfig
 
 MATERIAL = ("dot_general", "scan", "shard_map", "gather", "pallas_call", "all_gather")  # not fused away
@@ -25,6 +26,7 @@ class StepFlops(NamedTuple):
     matmul: float
     attention: float
     recomputed: float
+    recomputed_matmul: float = 0.0  # of `recomputed`, without attention
 
     @property
     def model(self) -> float:
@@ -49,21 +51,39 @@ def visible_keys(kind: LayerKind, window: int, sequence: int) -> float:
     return (w * (w + 1) / 2 + (sequence - w) * w) / sequence
 
 
+def forwards_again(cfg: ModelConfig, remat: str) -> list[int]:
+    """How often the backward pass repeats the forward pass of each layer, first layer first.
+
+    none, dots: never (dots repeats attention alone). block, offload: once. full: once for the inputs of the pattern
+    block's layers and once for each layer itself; the first is not needed for a last layer that stands alone.
+    """
+    if remat != "full":
+        return [int(remat in ("block", "offload"))] * cfg.n_layers
+    kinds, repeats, tail = layout.pattern(cfg)
+
+    def of(block: tuple[LayerKind, ...]) -> list[int]:
+        alone = len(block) == 1 or block[-1] != block[-2]
+        return [2] * (len(block) - 1) + [1 if alone else 2]
+
+    return of(kinds) * repeats + (of(tail) if tail else [])
+
+
 def step_flops(cfg: ModelConfig, sequence: int, instances: int, remat: str = "none") -> StepFlops:
     """Operations of a forward and backward pass over `instances` x `sequence` tokens.
 
-    `remat` other than none repeats each layer's forward pass once in the backward pass (`dots` keeps the products
-    and repeats only attention).
+    What `remat` repeats is in `forwards_again`; `dots` keeps the products and repeats only attention.
     """
     tokens = sequence * instances
     layers = 2.0 * tokens * layer_matmul_params(cfg) * cfg.n_layers
     head = 2.0 * tokens * cfg.d_model * cfg.padded_vocab_size
-    core = sum(
+    cores = [
         4.0 * tokens * cfg.n_heads * cfg.head_dim * visible_keys(kind, cfg.window, sequence)
         for kind in cfg.layer_kinds
-    )
-    again = {"none": 0.0, "dots": core, "block": layers + core, "full": layers + core}[remat]
-    return StepFlops(matmul=3 * (layers + head), attention=3 * core, recomputed=again)
+    ]
+    core, times = sum(cores), forwards_again(cfg, remat)
+    again = core if remat == "dots" else sum(times) / cfg.n_layers * layers
+    core_again = sum(n * c for n, c in zip(times, cores))
+    return StepFlops(3 * (layers + head), 3 * core, again + core_again, 0.0 if remat == "dots" else again)
 
 
 def traced_matmul_flops(jaxpr: Any) -> float:

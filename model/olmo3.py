@@ -15,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from model import layout, rope
@@ -23,6 +24,8 @@ from model.config import LayerKind, ModelConfig, NumericsConfig
 from model.sharding import constrain_batch
 
 Params = dict[str, Any]
+LAYER_INPUT = "layer_input"  # what `offload` sends to the host
+HOST_MEMORY = "pinned_host"
 
 
 def compute_dtype(numerics: NumericsConfig) -> Any:
@@ -152,12 +155,25 @@ def remat(f: Any, policy: str) -> Any:
     """A layer's function under the named rematerialisation policy.
 
     none: keep everything. dots: keep matrix products. block: keep each layer's input. full: keep only the input of
-    each pattern block (its layers are recomputed one by one).
+    each pattern block (its layers are recomputed one by one). offload: as block, with the inputs in pinned host memory
+    until the backward pass fetches them; `model.step.check_remat` refuses it where there is no such memory.
     """
     if policy == "none":
         return f
+    if policy == "offload":
+        to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst=HOST_MEMORY,
+        )
+        return jax.checkpoint(functools.partial(_named_input, f), policy=to_host, prevent_cse=False)
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
     return jax.checkpoint(f, policy=keep, prevent_cse=False)
+
+
+def _named_input(f: Any, x: jax.Array, weights: Any, docs: jax.Array | Trie | None) -> jax.Array:
+    return f(checkpoint_name(x, LAYER_INPUT), weights, docs)
 
 
 def _one_of_many(f: Any, docs: jax.Array | Trie | None, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:

@@ -8,18 +8,25 @@ links, and so a lower bound. The surprising thing: XLA's own cost analysis count
 `optimal_seconds` can be negative, so neither is used for time.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import resource
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from infra.artifacts import fingerprint, read_json, versions, write_json_atomic
 from infra.code import code_digest
-from infra.errors import RecipeError
+from infra.errors import IdentityError, RecipeError
 from infra.progress import Progress
+from infra.section import Section
 from infra.topology import Slice
 from model.config import (
     LossConfig,
@@ -29,7 +36,7 @@ from model.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from model.flops import largest_arrays, step_flops, traced_matmul_flops
+from model.flops import forwards_again, largest_arrays, step_flops, traced_matmul_flops
 
 # Without these libtpu looks for a TPU host and complains at length that there is none; with the last one two plans
 # may run at once (it otherwise locks the machine for one process).
@@ -41,6 +48,7 @@ QUIET_LIBTPU = {
 }
 SPLASH_MARK = "tpu_custom_call"
 STATE_BYTES_PER_PARAM = 12  # fp32 weights and two fp32 moments
+UNREADABLE_MARK = "async-update"  # jaxlib 0.10.2 cannot read back large programs
 OVERSIZE_MARKS = ("RESOURCE_EXHAUSTED", "exceeds", "Ran out of memory")
 
 
@@ -79,10 +87,11 @@ def make_plan(
     Raises RecipeError when the mesh or the batch does not divide. A step that does not fit is no error: its
     plan says `"fits": False`, and `largest_arrays` names where its memory goes.
     """
-    from model.sharding import mesh_shape
+    from model.sharding import check_batch, mesh_shape
 
     data, fsdp, _ = mesh_shape(request.mesh, slice_.devices)
-    check_batch(request, data * fsdp)  # before the compiler is even loaded
+    micro = request.train.micro_batch_instances
+    check_batch(request.global_batch_instances, micro, data * fsdp)  # before the compiler is even loaded
     numerics = request.numerics.model_copy(update={"attention": "splash"})
     request = dataclasses.replace(request, numerics=numerics)
     identity = {
@@ -92,17 +101,85 @@ def make_plan(
         "versions": versions("jax", "jaxlib", "libtpu", "flax", "optax"),
     }
     path = cache / f"{fingerprint(identity)[:32]}.json" if cache else None
-    if path is not None and path.exists():
-        compiled = read_json(path)
-    else:
+    compiled = read_compiled(path) if path is not None else None
+    if compiled is None:
         compiled = compile_step(request, slice_)
         if path is not None:
             write_json_atomic(path, compiled)
     return {**describe(request, slice_, compiled, price_per_chip_hour), "versions": identity["versions"]}
 
 
+class MeshSizes(Section):
+    """Devices along each mesh axis."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+
+class LargeArray(Section):
+    """One entry of `model.flops.largest_arrays`."""
+
+    bytes: int = Field(ge=0)
+    array: str
+    made_by: str
+    where: str
+
+
+class Traced(Section):
+    """What a cached result holds whether the step compiled or not. FLOPs per step, seconds, bytes."""
+
+    mesh: MeshSizes
+    device_kind: str
+    traced_matmul_flops: float = Field(gt=0)
+    largest_arrays: list[LargeArray]
+    compile_cpu_seconds: float
+    compile_seconds: float
+    compile_peak_bytes: int
+
+
+class TooLarge(Traced):
+    """A step that the compiler refused for its size."""
+
+    compiled: Literal[False]
+    why: str
+    lower_cpu_seconds: float | None = None
+
+
+class Compiled(Traced):
+    """A step that compiled. Bytes are per device."""
+
+    compiled: Literal[True]
+    lower_cpu_seconds: float
+    argument_bytes: int = Field(ge=0)
+    temporary_bytes: int = Field(ge=0)
+    host_temporary_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0)
+    alias_bytes: int = Field(ge=0)
+    program_bytes: int = Field(ge=0)
+    splash_calls: int = Field(ge=1)
+    splash_calls_compiled: int | None
+    xla_flops_loop_bodies_once: float | None
+
+
+def read_compiled(path: Path) -> dict[str, Any] | None:
+    """A result of `compile_step` from the cache. None when there is none, or (said on stderr) when it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        found: dict[str, Any] = read_json(path)
+        TypeAdapter(Compiled | TooLarge).validate_python(found, strict=True)
+    except (IdentityError, ValidationError, OSError):
+        print(f"the cached plan {path} is damaged: the step is compiled again", file=sys.stderr)
+        return None
+    return found
+
+
 def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
-    """Compile and read off what only the compiler knows. Seconds are CPU seconds of this process."""
+    """Compile and read off what only the compiler knows. Seconds are CPU seconds of this process.
+
+    Raises RecipeError when libtpu's devices are not those of the slice, or the step holds no attention kernel.
+    """
     for name, value in QUIET_LIBTPU.items():
         os.environ.setdefault(name, value)
     import jax
@@ -111,7 +188,14 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     from model import sharding
     from model.step import StepSpec, abstract_batch, abstract_state, jit_step, train_step
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=slice_.name, **slice_.compiler_options
+    ).devices
+    if len(devices) != slice_.devices:
+        raise RecipeError(
+            f"libtpu gives {slice_.name} {len(devices)} devices, the table {slice_.devices}",
+            "correct the chip in infra/topology.py: memory and FLOP/s per device depend on it",
+        )
     mesh = sharding.make_mesh(request.mesh, devices)
     spec = StepSpec(
         request.model,
@@ -134,6 +218,7 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
     try:
         lowered = jit_step(spec).lower(state, batch)
         found["lower_cpu_seconds"] = round(time.process_time() - start, 1)
+        kernels = kernels_given(lowered)
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         if not any(mark in str(e) for mark in OVERSIZE_MARKS):
@@ -145,27 +230,69 @@ def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:
         "compiled": True,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
+        "host_temporary_bytes": memory.host_temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "program_bytes": memory.generated_code_size_in_bytes,
-        "splash_calls": lowered.as_text().count(SPLASH_MARK),  # a loop's body counts once
+        "splash_calls": kernels,
         "splash_calls_compiled": splash_calls(program),
         "xla_flops_loop_bodies_once": cost.get("flops"),
         **_took(start, wall),
     }
 
 
+def kernels_given(lowered: Any) -> int:
+    """Attention kernels in the program given to the compiler, a loop's body once. Raises RecipeError when there is none."""
+    found = int(lowered.as_text().count(SPLASH_MARK))
+    if found == 0:
+        raise RecipeError(
+            "the step for the TPU holds no splash attention kernel, so its plan would be of another program",
+            "see model/attention.py: numerics.attention is `splash` in every plan",
+        )
+    return found
+
+
+@contextlib.contextmanager
+def stderr_without(mark: str) -> Iterator[None]:
+    """Hold back what this process writes to descriptor 2, native code included, while the block runs.
+
+    All of it is written afterwards, unless the block fails with a JaxRuntimeError that holds `mark`: what was said about
+    that one is dropped. The error itself is passed on.
+    """
+    import jax
+
+    sys.stderr.flush()
+    real, known = os.dup(2), False
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as e:
+            known = mark in str(e)
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            os.close(real)
+            if not known:
+                held.seek(0)
+                with open(2, "wb", closefd=False) as shown:
+                    shown.write(held.read())
+
+
 def splash_calls(program: Any) -> int | None:
     """Attention kernels (Pallas custom calls) in the compiled program; a loop's body counts once.
 
-    None where jaxlib cannot read its own program back: 0.10.2 fails on the asynchronous updates of large ones.
+    None where jaxlib cannot read its own program back: 0.10.2 fails on the asynchronous updates of large ones. The stack
+    trace that XLA writes about that is kept off the screen.
     """
     import jax
 
     try:
-        modules = program.runtime_executable().hlo_modules()
+        with stderr_without(UNREADABLE_MARK):
+            modules = program.runtime_executable().hlo_modules()
     except jax.errors.JaxRuntimeError as e:
-        if "async-update" not in str(e):
+        if UNREADABLE_MARK not in str(e):
             raise
         return None
     return sum(m.as_serialized_hlo_module_proto().count(SPLASH_MARK.encode()) for m in modules)
@@ -178,17 +305,6 @@ def _took(start: float, wall: float) -> dict[str, float]:
         "compile_seconds": round(time.monotonic() - wall, 1),
         "compile_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def check_batch(request: PlanRequest, shards: int) -> None:
-    """Raise RecipeError unless every micro-batch splits over the batch shards."""
-    micro = request.train.micro_batch_instances or request.global_batch_instances
-    if request.global_batch_instances % micro or micro % shards:
-        raise RecipeError(
-            f"a micro-batch of {micro} instances (global batch {request.global_batch_instances}) does not divide over "
-            f"{shards} batch shards",
-            "choose a mesh with fewer data x fsdp devices, or another train.micro_batch_instances",
-        )
 
 
 def describe(
@@ -216,8 +332,6 @@ def describe(
     times = roofline(request, slice_, compiled["mesh"], flops.hardware, params)
     seconds = max(times.values())
     days = seconds * request.train.steps / 86400
-    recomputed_matmul = flops.recomputed if request.numerics.remat in ("block", "full") else 0.0
-    core_again = flops.attention / 3 if recomputed_matmul else 0.0
     return {
         "topology": slice_.name,
         "chips": slice_.chips,
@@ -232,8 +346,7 @@ def describe(
         "tokens_per_step": tokens,
         "model_flops": flops.model,
         "hardware_flops": flops.hardware,
-        "traced_over_formula": compiled["traced_matmul_flops"]
-        / (flops.matmul + recomputed_matmul - core_again),
+        "traced_over_formula": compiled["traced_matmul_flops"] / (flops.matmul + flops.recomputed_matmul),
         "roofline": times,
         "bytes_moved": {
             "hbm": times["hbm"] * slice_.type.memory_bandwidth / slice_.type.devices_per_chip,
@@ -259,23 +372,35 @@ def roofline(
     """Seconds that compute, HBM and links each need at least for one step, perfectly overlapped otherwise.
 
     HBM: per micro-batch the bf16 weights are read in the forward, the backward and, with rematerialisation, the
-    repeated forward pass; the optimizer reads and writes 12 bytes of state and reads the gradient once. Links: per
-    micro-batch FSDP gathers bf16 weights as often and scatters fp32 gradients once, ring over the fsdp axis.
+    repeated forward pass; the optimizer reads and writes 12 bytes of state and reads the gradient once.
+
+    Links, bytes sent by one device per micro-batch, with rings and P parameters, b bytes per weight and activation:
+    - fsdp: P / tensor * (fsdp - 1) / fsdp * (passes * b + 4): weights gathered as often as read, fp32 gradients scattered.
+    - data: 2 (data - 1) / data * 4 P / (fsdp tensor): all-reduce of the scattered fp32 gradients.
+    - tensor: 2 (tensor - 1) / tensor * tokens * d_model * b per all-reduce of activations, `tokens` those of one batch
+      shard; a layer has two of them (attention, MLP) forward, two backward, two per repeated forward pass.
+    Assumed: nothing is sent twice, the axes share all links of the chip one after another, and the head and (with offload)
+    the way to host memory cost nothing. So it stays a lower bound.
     """
     micro = request.train.micro_batch_instances or request.global_batch_instances
     rounds = request.global_batch_instances // micro
-    passes = 2 if request.numerics.remat in ("none", "dots") else 3
+    again = sum(forwards_again(request.model, request.numerics.remat))
+    passes = 2 + again / request.model.n_layers
     weight_bytes = 2 if request.numerics.mode == "mixed" else 4
-    fsdp, tensor = mesh["fsdp"], mesh["tensor"]
+    data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     local = params / tensor
     hbm = rounds * passes * local * weight_bytes + (2 * STATE_BYTES_PER_PARAM + 4) * params / (fsdp * tensor)
     ring = (fsdp - 1) / fsdp
-    links = rounds * ring * local * (passes * weight_bytes + 4)
+    by_fsdp = ring * local * (passes * weight_bytes + 4)
+    by_data = 2 * (data - 1) / data * 4 * local / fsdp
+    activations = micro * request.sequence_length / (data * fsdp) * request.model.d_model * weight_bytes
+    by_tensor = 2 * (tensor - 1) / tensor * activations * (4 * request.model.n_layers + 2 * again)
+    links = rounds * (by_fsdp + by_data + by_tensor)
     per_device = slice_.type.devices_per_chip
     return {
         "compute": hardware_flops / (slice_.flops_per_device * slice_.devices),
         "hbm": hbm / (slice_.type.memory_bandwidth / per_device),
-        "links": links / (slice_.type.link_bandwidth / per_device) if fsdp > 1 else 0.0,
+        "links": links / (slice_.type.link_bandwidth / per_device),
     }
 
 

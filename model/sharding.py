@@ -31,15 +31,17 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def mesh_shape(cfg: MeshConfig, devices: int) -> tuple[int, int, int]:
-    """(data, fsdp, tensor) sizes for `devices` devices; one 0 in the config takes what is left."""
+    """(data, fsdp, tensor) sizes for `devices` devices; one `auto` (0) in the config takes what is left."""
     sizes = [cfg.data, cfg.fsdp, cfg.tensor]
     if sizes.count(0) > 1:
-        raise RecipeError("mesh has two sizes 0 (what is left)", "set all but one of data, fsdp, tensor")
+        raise RecipeError(
+            "mesh has two sizes 0 (auto: what is left)", "set all but one of data, fsdp, tensor"
+        )
     known = math.prod(s for s in sizes if s)
     if devices % known or (0 not in sizes and known != devices):
         text = f"mesh data={cfg.data} fsdp={cfg.fsdp} tensor={cfg.tensor} does not match {devices} devices"
         raise RecipeError(
-            text, "the product of the mesh sizes must be the device count; 0 takes what is left"
+            text, "the product of the mesh sizes must be the device count; 0 or auto takes what is left"
         )
     shape = [s or devices // known for s in sizes]
     return shape[0], shape[1], shape[2]
@@ -54,6 +56,17 @@ def make_mesh(cfg: MeshConfig, devices: Any = None) -> Mesh:
 def batch_shards(mesh: Mesh) -> int:
     """Number of pieces the batch is split into."""
     return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
+
+
+def check_batch(global_batch: int, micro_batch: int, shards: int) -> None:
+    """Raise RecipeError unless every micro-batch splits over the batch shards. Instances; micro_batch 0: all at once."""
+    micro = micro_batch or global_batch
+    if global_batch % micro or micro % shards:
+        raise RecipeError(
+            f"a micro-batch of {micro} instances (global batch {global_batch}) does not divide over "
+            f"{shards} batch shards",
+            "choose a mesh with fewer data x fsdp devices, or another train.micro_batch_instances",
+        )
 
 
 def batch_spec(ndim: int) -> PartitionSpec:

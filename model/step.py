@@ -23,7 +23,7 @@ from model.config import (
     ScheduleConfig,
 )
 from model.loss import token_weights, train_loss
-from model.olmo3 import Params, abstract_params
+from model.olmo3 import HOST_MEMORY, Params, abstract_params
 from model.schedule import learning_rate
 
 State = dict[str, Any]
@@ -168,8 +168,21 @@ def train_step(
     return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
 
+def check_remat(spec: StepSpec) -> None:
+    """Raise RecipeError when remat `offload` is asked of devices that have no pinned host memory."""
+    device = spec.mesh.devices.flat[0]
+    known = {memory.kind for memory in device.addressable_memories()}
+    if spec.numerics.remat == "offload" and HOST_MEMORY not in known:
+        raise RecipeError(
+            f"numerics.remat=offload needs {HOST_MEMORY} memory, and {device.device_kind} has only "
+            + ", ".join(sorted(known)),
+            "numerics.remat=block recomputes the same and keeps the inputs of layers on the device",
+        )
+
+
 def jit_step(spec: StepSpec, with_documents: bool = False) -> Any:
     """The jitted step with explicit shardings and donated state; `.lower(...).compile()` gives the fixed program."""
+    check_remat(spec)
     shardings = state_shardings(spec)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:

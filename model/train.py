@@ -90,6 +90,7 @@ class TrainSpec:
         """The part the compiled step depends on."""
         mesh = sharding.make_mesh(self.mesh)
         micro = self.train.micro_batch_instances
+        sharding.check_batch(self.data.global_batch_instances, micro, sharding.batch_shards(mesh))
         return step_lib.StepSpec(self.model, self.optimizer, self.loss, self.numerics, mesh, micro)
 
     def identity(self, index_digest: str, order_digest: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from infra.errors import RecipeError
 
@@ -146,12 +146,12 @@ def parity(args: argparse.Namespace) -> int:
     return 0 if found["ok"] else 1
 
 
-def check_file_place(path: str) -> None:
+def check_file_place(path: str, option: str = "--out") -> None:
     """Refuse a place for a result that cannot be written, before anything is computed. Nothing is said of ''."""
     above = next((p for p in Path(path).absolute().parents if p.exists()), Path("/"))
     if path and (Path(path).is_dir() or not above.is_dir() or not os.access(above, os.W_OK)):
         raise RecipeError(
-            f"--out {path} is no place for a file", "name a file in a directory that can be written"
+            f"{option} {path} is no place for a file", "name a file in a directory that can be written"
         )
 
 
@@ -230,12 +230,14 @@ def add_plan(sub: argparse.ArgumentParser) -> None:
 
 def sweep_range(args: argparse.Namespace) -> "Range":
     """What --tensors, --remats and --splits name."""
+    from model.config import NumericsConfig
     from model.plan import Range
 
     remats = tuple(args.remats.split(","))
-    unknown = sorted(set(remats) - set(Range().remats))
+    known = get_args(NumericsConfig.model_fields["remat"].annotation)
+    unknown = sorted(set(remats) - set(known))
     if unknown:
-        raise RecipeError(f"unknown policy {', '.join(unknown)}", f"known: {', '.join(Range().remats)}")
+        raise RecipeError(f"unknown policy {', '.join(unknown)}", f"known: {', '.join(known)}")
     try:
         tensors, splits = (tuple(int(n) for n in text.split(",")) for text in (args.tensors, args.splits))
     except ValueError:
@@ -256,6 +258,8 @@ def plan(args: argparse.Namespace) -> int:
     from model.plan import PlanRequest, make_plan, sweep, text
     from pipelines.recipe import load_recipe
 
+    check_file_place(args.out)
+    check_file_place(str(Path(args.cache) / "plan.json"), "--cache")
     recipe = load_recipe(args.recipe, args.overrides)
     slice_ = parse(args.topology or recipe.launch.topology)
     request = PlanRequest(

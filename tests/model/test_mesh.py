@@ -87,6 +87,15 @@ def test_sizes_that_do_not_fit_are_errors():
         sharding.mesh_shape(MeshConfig(data=0, fsdp=0), 8)
 
 
+def test_a_size_may_be_auto():
+    assert MeshConfig(fsdp="auto", data=2) == MeshConfig(fsdp=0, data=2)
+    assert sharding.mesh_shape(MeshConfig(fsdp=2, tensor="auto"), 8) == (1, 2, 4)
+    with pytest.raises(RecipeError, match="auto"):
+        sharding.mesh_shape(MeshConfig(data="auto", fsdp="auto"), 8)
+    with pytest.raises(ValueError, match="fsdp"):
+        MeshConfig(fsdp="all")
+
+
 def test_every_parameter_of_the_presets_has_a_rule():
     from jax.sharding import AbstractMesh
 

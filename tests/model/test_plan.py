@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +26,7 @@ from model.config import (
     TrainConfig,
 )
 from model.layout import count_params
+from model.sharding import check_batch
 
 SMALL = ModelConfig(d_model=256, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=128, d_ff=512, window=128, vocab_size=1024,
                     padded_vocab_size=1024, layer_pattern=(LayerKind.FULL,))  # fmt: skip
@@ -113,10 +115,9 @@ def test_the_same_request_is_not_compiled_twice(compiled, monkeypatch):
 
 def test_a_batch_that_does_not_divide_is_refused_before_compiling():
     with pytest.raises(RecipeError, match=r"6 instances .* 4 batch shards"):
-        plan.check_batch(dataclasses.replace(REQUEST, global_batch_instances=6), 4)
-    micro = REQUEST.with_choice(MeshConfig(), "none", 3)
+        check_batch(6, 0, 4)
     with pytest.raises(RecipeError, match="micro-batch of 3"):
-        plan.check_batch(micro, 1)
+        check_batch(8, 3, 1)
     with pytest.raises(RecipeError, match="no mesh of 4 devices"):
         plan.sweep(dataclasses.replace(REQUEST, global_batch_instances=3), SLICE)
 
@@ -148,6 +149,63 @@ def test_a_sweep_ranks_what_fits_by_time_and_goes_on_after_a_refusal(monkeypatch
     times = [p["step_seconds"] for p in plans if p["fits"]]
     assert times == sorted(times)
     assert {p["remat"] for p in plans} == {"none", "dots", "block", "full"}
+
+
+def test_links_by_hand():
+    """SMALL on data 2, fsdp 2, tensor 2 of eight v5e chips; block; 8 instances of 256 tokens in two micro-batches."""
+    request = REQUEST.with_choice(MeshConfig(data=2, fsdp=2, tensor=2), "block", 4)
+    found = plan.roofline(request, parse("v5e:2x4"), {"data": 2, "fsdp": 2, "tensor": 2}, 1.0, 1_000_000)
+    by_fsdp = 500_000 * (1 / 2) * (3 * 2 + 4)
+    by_data = 2 * (1 / 2) * 250_000 * 4
+    one_all_reduce = 2 * (1 / 2) * 256 * 256 * 2  # one instance of 256 tokens on each batch shard, bf16
+    by_tensor = 4 * 6 * one_all_reduce  # four layers, six each
+    assert found["links"] == pytest.approx(2 * (by_fsdp + by_data + by_tensor) / 200e9)
+    alone = plan.roofline(request, SLICE, {"data": 1, "fsdp": 4, "tensor": 1}, 1.0, 1_000_000)
+    assert alone["links"] == pytest.approx(2 * 1_000_000 * (3 / 4) * 10 / 200e9)
+
+
+def one_cpu(monkeypatch):
+    """compile_step with this process's CPU in the place of libtpu's devices."""
+    import jax
+    from jax.experimental import topologies
+
+    monkeypatch.setattr(plan, "QUIET_LIBTPU", {})
+    one = SimpleNamespace(devices=jax.devices()[:1])
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **options: one)
+
+
+def test_a_step_without_the_kernel_is_no_plan(monkeypatch):
+    one_cpu(monkeypatch)
+    request = dataclasses.replace(REQUEST, numerics=NumericsConfig(attention="xla"))
+    with pytest.raises(RecipeError, match="no splash attention kernel"):
+        plan.compile_step(request, parse("v5e:1x1"))
+
+
+def test_devices_that_are_not_those_of_the_slice_are_named(monkeypatch):
+    one_cpu(monkeypatch)
+    with pytest.raises(RecipeError, match="gives v5e:2x2 1 devices, the table 4"):
+        plan.compile_step(REQUEST, SLICE)
+
+
+@pytest.mark.parametrize("damage", ["{}", "no JSON", '{"compiled": true, "mesh": 3}', "[" * 100_000])
+def test_a_damaged_cached_plan_is_compiled_again(damage, tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(damage)
+    assert plan.read_compiled(tmp_path / "plan.json") is None
+    assert "is damaged: the step is compiled again" in capsys.readouterr().err
+    assert plan.read_compiled(tmp_path / "none.json") is None
+
+
+def test_only_the_known_failure_is_kept_off_the_screen(capfd):
+    import jax
+
+    for text, shown in (("async-update instruction", False), ("something else", True)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text), plan.stderr_without("async-update"):
+            os.write(2, b"a stack trace")
+            raise jax.errors.JaxRuntimeError(text)
+        assert ("a stack trace" in capfd.readouterr().err) == shown
+    with plan.stderr_without("async-update"):
+        os.write(2, b"a warning")
+    assert capfd.readouterr().err == "a warning"
 
 
 SWEEP = """

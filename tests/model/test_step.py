@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from infra.errors import RecipeError
 from model import olmo3
 from model import step as step_lib
 from model.config import (
@@ -65,7 +66,7 @@ def gap(a, b):
 def test_remat_and_accumulation_change_nothing(ref):
     params = ref.random_params(CFG)
     want, parts = gradients(spec_for(), params)
-    for remat in ("dots", "block", "full"):
+    for remat in ("dots", "block", "full", "offload"):
         got, _ = gradients(spec_for(remat=remat), params)
         assert gap(got, want) <= 2e-6, remat
     # L1: denominators of the whole batch, also with masked instances
@@ -84,6 +85,15 @@ def test_remat_saves_memory():
         lowered = f.lower(olmo3.abstract_params(deep), step_lib.abstract_batch(spec, 8, 128))
         temps[remat] = lowered.compile(QUICK).memory_analysis().temp_size_in_bytes
     assert temps["full"] < temps["block"] < 0.7 * temps["none"], temps
+
+
+def test_offload_without_host_memory_is_refused():
+    from types import SimpleNamespace
+
+    device = SimpleNamespace(device_kind="x", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    mesh = SimpleNamespace(devices=np.array([device]))
+    with pytest.raises(RecipeError, match=r"pinned_host(.|\n)*remat=block"):
+        step_lib.check_remat(dataclasses.replace(spec_for(remat="offload"), mesh=mesh))
 
 
 def test_no_compilation_after_the_first_step(ref):

@@ -54,6 +54,16 @@ def wait_for_step(run, step, process):
     raise AssertionError("the run did not get going")
 
 
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled(make_run, monkeypatch):
+    from model import sharding
+
+    run = make_run()
+    edit(run, "data", global_batch_instances=6)
+    monkeypatch.setattr(sharding, "batch_shards", lambda mesh: 8)
+    with pytest.raises(ReproError, match=r"6 instances .* 8 batch shards"):
+        TrainSpec.from_run(run).step_spec()
+
+
 def test_straight_run_and_resume_are_bit_equal(make_run):
     a, b = make_run(), make_run()
     train(TrainSpec.from_run(a))

@@ -30,6 +30,19 @@ def test_what_cannot_be_planned_is_named(arguments, said, monkeypatch, tmp_path,
     assert said in capsys.readouterr().err
 
 
+def test_places_and_prices_are_checked_before_the_compiler(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plan, "compile_step", lambda *a: pytest.fail("the compiler was called"))
+    (tmp_path / "file").write_text('{"v5p": NaN}')
+    file = str(tmp_path / "file")
+    for flags, said in (
+        (["--out", str(tmp_path)], f"--out {tmp_path} is no place"),
+        (["--cache", file], "--cache"),
+        (["--prices", file], "v5p is 'nan'"),
+    ):
+        assert main([*PLAN, "v5p:4x4x4", "--cache", str(tmp_path / "cache"), *flags]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_sweep_tries_what_it_is_told(monkeypatch, tmp_path, capsys):
     tried = []
 
