@@ -24,6 +24,7 @@ from infra.lease import Lease
 from infra.progress import clock
 from pipelines import cli_launch, cli_serve, remote, tools
 from pipelines.recipe import Recipe, field_lines, load_recipe, recipe_names
+from pipelines.run_recipe import launch_only, recipe_for, stored, with_launch
 from pipelines.stages import (
     BY_NAME,
     chain,
@@ -178,6 +179,7 @@ def reproduce(args: argparse.Namespace) -> int:
     """The whole chain; the exit status is the verdict's."""
     recipe, run = load_recipe(args.recipe, args.overrides), run_of(args)
     open_run(recipe, run, fresh=args.fresh)
+    recipe = with_launch(read_recipe(run), args.overrides)
     # A killed flow's trainer saves and ends by itself within seconds; the trainer's own lease covers it.
     with Lease(run / ".lease", "repro reproduce"):
         if args.no_server:
@@ -185,7 +187,7 @@ def reproduce(args: argparse.Namespace) -> int:
         else:
             from pipelines.flows import run_reproduce
 
-            outcomes = run_reproduce(run)
+            outcomes = run_reproduce(run, launch_only(args.overrides))
     reused = [o.stage for o in outcomes if o.reused]
     made = [f"{o.stage} {clock(o.seconds)}" for o in outcomes if not o.reused]
     print(f"\nmade: {', '.join(made) or 'nothing'}\nreused: {', '.join(reused) or 'nothing'}\n")
@@ -207,10 +209,7 @@ def one_stage(args: argparse.Namespace) -> int:
     stands = (run / "recipe.json").exists()
     if args.command == "report" and not stands:
         raise RecipeError(f"{run} is not a run directory: nothing to report", "check --run-dir")
-    recipe: Recipe = (
-        read_recipe(run) if stands and not args.overrides else load_recipe(args.recipe, args.overrides)
-    )
-    require_name(args, recipe)
+    recipe = recipe_for(args.recipe, args.overrides, stored(run), run)
     if args.command == "tokenize":
         recipe = tools.with_runner(recipe, args)
     open_run(recipe, run)

@@ -4,7 +4,8 @@
 
 `--dry-run` sends nothing: it writes the whole spec to a file, says in words what it asks for, and prints the commands that
 build and push the image and submit the spec by hand. The surprising thing: what a launch needs of the run directory
-(tokens, order, step-0 weights) must lie in the bucket first; `repro gate RECIPE --run-dir gs://…` puts it there.
+(tokens, order, step-0 weights) must stand first: stages tokenize, order, init and gate, each with `--run-dir gs://…`. Goal, mesh
+and batch are those of the run's own recipe.json; the command line may change the launch section only.
 """
 
 import argparse
@@ -61,18 +62,18 @@ def make_job(recipe: "Recipe", cfg: "LaunchConfig", run: str) -> "Job":
 
 def command(args: argparse.Namespace) -> int:
     """Run `repro launch`; returns the exit status."""
-    from infra.errors import RecipeError
     from infra.launch import targets
     from infra.mirror import working_copy
-    from pipelines.recipe import load_recipe
-    from pipelines.stages import read_recipe
+    from pipelines.run_recipe import recipe_for, stored
 
     remote = str(args.run_dir).startswith("gs://")
     run = working_copy(args.run_dir) if remote else Path(args.run_dir or f"runs/{args.recipe}")
-    stands = (run / "recipe.json").exists() and not args.overrides
-    recipe = read_recipe(run) if stands else load_recipe(args.recipe, args.overrides)
-    cfg = recipe.launch if args.target is None else recipe.launch.model_copy(update={"target": args.target})
-    bucket = str(args.run_dir) if str(args.run_dir).startswith("gs://") else cfg.bucket
+    overrides = [*args.overrides, *([f"launch.target={args.target}"] if args.target else [])]
+    recipe = recipe_for(args.recipe, overrides, stored(run), run)
+    bucket = str(args.run_dir) if remote else recipe.launch.bucket
+    if not args.dry_run and recipe.launch.target != "local" and bucket:
+        recipe = recipe_for(args.recipe, overrides, stored(bucket), bucket)
+    cfg = recipe.launch
     where = str(run) if cfg.target == "local" else bucket
     job = make_job(recipe, cfg, where)
     _mesh_fits(recipe, job)
@@ -85,11 +86,31 @@ def command(args: argparse.Namespace) -> int:
         print("\n".join(f"  {line}" for line in targets.explain(job, cfg)))
         print("\nby hand:\n" + "\n".join(f"  {line}" for line in targets.by_hand(job, cfg, out)))
         return 0
-    if cfg.target == "local" and not (run / "recipe.json").exists():
-        raise RecipeError(
-            f"{run} is not a run directory", "run `repro gate` for it first: it makes all that training needs"
-        )
+    _can_train(where)
     return _until_done(job, cfg, recipe, run, bucket)
+
+
+def _can_train(where: str) -> None:
+    """Refuse a run in which something that training reads is not made, before anything is started."""
+    from infra.errors import RecipeError
+    from pipelines.stages import BY_NAME
+
+    needed = [f"stages/{name}.json" for name in BY_NAME["train"].after]
+    if where.startswith("gs://"):
+        from infra.storage import open_url
+
+        bucket, prefix = open_url(where)
+        there = bucket.list(f"{prefix}stages/")
+        missing = [n for n in needed if f"{prefix}{n}" not in there]
+    else:
+        missing = [n for n in needed if not (Path(where) / n).exists()]
+    if missing:
+        stages = [n.removeprefix("stages/").removesuffix(".json") for n in missing]
+        raise RecipeError(
+            f"{where} cannot train yet: not made are {', '.join(stages)}",
+            f"run {', '.join(f'`repro {s}`' for s in stages)} in this order, with the same recipe and --run-dir; "
+            "or `repro reproduce`, which makes them and trains on this machine",
+        )
 
 
 def _mesh_fits(recipe: "Recipe", job: "Job") -> None:

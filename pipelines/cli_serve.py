@@ -29,6 +29,8 @@ from infra.errors import LaunchError, LeaseError
 from infra.lease import Lease
 from infra.owner import owner_environment
 from pipelines.flows import healthy
+from pipelines.recipe import Recipe
+from pipelines.run_recipe import recipe_for, stored
 
 POOL = "repro"
 HOST = "127.0.0.1"
@@ -179,6 +181,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
         if not str(args.run_dir).startswith("gs://")
         else args.run_dir
     )
+    recipe = recipe_for(args.recipe, args.overrides, stored(run), run)
     files_root = run.resolve().parent if isinstance(run, Path) else Path("runs").resolve()
     files_root.mkdir(parents=True, exist_ok=True)
     env = environment(home, args.port, files_root)
@@ -205,7 +208,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
             _wait_healthy(api, server, stop)
         if stop.is_set():
             return 0
-        names = _register(args, run)
+        names = _register(args, recipe, run)
         worker = Child(
             "worker",
             [*python, "worker", "start", "--pool", POOL, "--type", "process", "--name", "repro"],
@@ -251,12 +254,10 @@ def _wait_healthy(api: str, server: Child, stop: threading.Event) -> None:
         stop.wait(0.3)
 
 
-def _register(args: argparse.Namespace, run: Path | str) -> list[str]:
+def _register(args: argparse.Namespace, recipe: Recipe, run: Path | str) -> list[str]:
     """Deployments with this recipe and run as defaults; the schedule is the recipe's."""
     from pipelines import deployments
-    from pipelines.recipe import load_recipe
 
-    recipe = load_recipe(args.recipe, args.overrides)
     where = str(run.resolve()) if isinstance(run, Path) else run
     watch = recipe.launch.watch
     schedule: dict[str, Any] = {"cron": watch.cron} if watch.cron else {"interval": watch.interval_seconds}
@@ -264,7 +265,7 @@ def _register(args: argparse.Namespace, run: Path | str) -> list[str]:
     swept = deployments.sweep(Path(".prefect"))
     if swept:
         print(f"marked as crashed, their processes are gone: {', '.join(swept)}")
-    defaults = {"recipe": args.recipe, "run_dir": where, "overrides": list(args.overrides)}
+    defaults = {"recipe": recipe.name, "run_dir": where, "overrides": list(args.overrides)}
     return deployments.register(POOL, Path.cwd(), defaults, schedule)
 
 

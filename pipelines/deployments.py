@@ -22,6 +22,7 @@ from infra.lease import Lease
 from infra.owner import watch_owner
 from pipelines import artifacts, flows, landmarks, remote
 from pipelines.recipe import Recipe, load_recipe, recipe_names
+from pipelines.run_recipe import launch_only, recipe_for, stored
 from pipelines.stages import BY_NAME, open_run, read_recipe, redo_from, verdict_of
 
 Overrides = Annotated[list[str], Field(description="field=value, for instance train.steps=40")]
@@ -48,8 +49,7 @@ def _open(
     """The recipe and the leased local directory of a run; gs:// runs are mirrored while the stack is open."""
     watch_owner()
     run = stack.enter_context(remote.local_run(run_dir or f"runs/{recipe}", what))
-    stands = (run / "recipe.json").exists() and not overrides and not fresh
-    made = read_recipe(run) if stands else load_recipe(recipe, overrides)
+    made = load_recipe(recipe, overrides) if fresh else recipe_for(recipe, overrides, stored(run), run)
     open_run(made, run, fresh=fresh)
     stack.enter_context(Lease(run / ".lease", what))
     return made, run
@@ -108,8 +108,11 @@ tokenize, order, init, gate, reference, train, convert, parity, evaluate, report
 
 
 @flow(name=SCHEDULED, persist_result=False)
-def watch(run_dir: str = "runs/tiny") -> dict[str, str]:
-    """Find landmarks that are committed and not evaluated, evaluate each once, refresh the report."""
+def watch(
+    run_dir: str = "runs/tiny",
+    overrides: Overrides = [],  # noqa: B006
+) -> dict[str, str]:
+    """Find landmarks that are committed and not evaluated, evaluate each once, refresh the report. Overrides: launch.* only."""
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 
@@ -132,7 +135,7 @@ def watch(run_dir: str = "runs/tiny") -> dict[str, str]:
         return [w.result() for w in waiting]
 
     with landmarks.watched(run_dir) as target:
-        found = landmarks.tick(target, say=log.info, many=many)
+        found = landmarks.tick(target, say=log.info, many=many, overrides=overrides)
         if found:
             artifacts.publish(target.run, read_recipe(target.run))
     for m in found:
@@ -145,6 +148,7 @@ def watch(run_dir: str = "runs/tiny") -> dict[str, str]:
 
 def register(pool: str, root: Path, defaults: dict[str, Any], schedule: dict[str, Any]) -> list[str]:
     """Create or renew the deployments in the server at PREFECT_API_URL; returns their names."""
+    watched = {"run_dir": defaults["run_dir"], "overrides": launch_only(defaults["overrides"])}
     here = Path(__file__).resolve()
     source = here.parents[1]
     made = []
@@ -158,7 +162,7 @@ def register(pool: str, root: Path, defaults: dict[str, Any], schedule: dict[str
             loaded.deploy(
                 concurrency_limit=once if scheduled else None,
                 name="local", work_pool_name=pool, build=False, push=False, print_next_steps=False, ignore_warnings=True,
-                parameters={"run_dir": defaults["run_dir"]} if scheduled else defaults,
+                parameters=watched if scheduled else defaults,
                 job_variables={"working_dir": str(root)}, **(schedule if scheduled else {}),
             )  # fmt: skip
         made.append(f"{loaded.name}/local")

@@ -14,7 +14,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from infra.errors import LaunchError
 from infra.memory import allocator_environment
 from infra.owner import end_with_us
 from pipelines.recipe import Recipe
+from pipelines.run_recipe import with_launch
 from pipelines.stages import Outcome, chain, read_recipe, run_stage
 
 PROGRESS_SECONDS = 5.0
@@ -71,7 +72,7 @@ def run_chain(recipe: Recipe, run: Path) -> list[Outcome]:
         nonlocal follower
         if name == "train" and recipe.launch.watch.while_training and not _made(run, "train"):
             follower = LocalJob(
-                "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10"], name="landmarks", quiet=True,
+                "pipelines.landmarks", ["--run", str(run), "--follow", "--nice", "10", "--set", f"launch={recipe.launch.model_dump_json()}"], name="landmarks", quiet=True,
                 log_dir=run / "logs", state_dir=run / ".xmanager",
                 env={"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "OMP_NUM_THREADS": str(recipe.launch.threads), **allocator_environment()},
             )  # fmt: skip
@@ -111,15 +112,15 @@ def publishing(run: Path, recipe: Recipe) -> Iterator[None]:
         artifacts.publish(run, recipe)
 
 
-def build_flow() -> Any:
-    """The `reproduce` flow over a run directory that is already open and leased."""
+def build_flow(overrides: Sequence[str] = ()) -> Any:
+    """The `reproduce` flow over a run directory that is already open and leased, with the launch overrides of this command."""
     from prefect import flow
 
     @flow(name="reproduce", validate_parameters=False, persist_result=False)
     def reproduce(run_dir: str) -> list[Outcome]:
         """Run every stage of `run_dir`, reusing what stands."""
         run = Path(run_dir)
-        return run_chain(read_recipe(run), run)
+        return run_chain(with_launch(read_recipe(run), overrides), run)
 
     return reproduce
 
@@ -170,7 +171,7 @@ def start_server() -> None:
         ) from None
 
 
-def run_reproduce(run: Path) -> list[Outcome]:
+def run_reproduce(run: Path, overrides: Sequence[str] = ()) -> list[Outcome]:
     """Run the whole chain of a run directory as a Prefect flow, with a server of its own unless one is named."""
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # a failing stage is said once, by `repro`
     prefect_environment(run.parent / ".prefect")
@@ -179,4 +180,4 @@ def run_reproduce(run: Path) -> list[Outcome]:
         start_server()
     elif not healthy(api):
         raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
-    return build_flow()(str(run))
+    return build_flow(overrides)(str(run))

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from infra.owner import watch_owner
 from infra.progress import clock
 from infra.redact import redact
 from pipelines.recipe import Recipe
+from pipelines.run_recipe import with_launch
 from pipelines.stages import read_recipe
 
 LOOK_EVERY_SECONDS = 2.0
@@ -246,17 +247,18 @@ def refresh_report(target: Watched, say: Callable[[str], None] = print) -> Path 
 
 def tick(
     target: Watched, *, say: Callable[[str], None] = print,
-    many: Callable[[Watched, Recipe, list[int]], list[str]] | None = None,
+    many: Callable[[Watched, Recipe, list[int]], list[str]] | None = None, overrides: Sequence[str] = (),
 ) -> list[Landmark]:  # fmt: skip
     """One look: evaluate what is ready, `concurrency` at a time, then the report if anything is new.
 
     `many(target, recipe, steps)` evaluates several landmarks and returns how each went.
+    `overrides`: launch.* of the watcher, laid over what the run was made with.
     """
     target.refresh()
     if not (target.run / "recipe.json").exists():
         say(f"{target.run} is not a run yet")
         return []
-    recipe = read_recipe(target.run)
+    recipe = with_launch(read_recipe(target.run), overrides)
     ready = [m.step for m in survey(target.run, recipe) if m.state == "ready"]
     if ready:
         if many is not None:
@@ -270,12 +272,13 @@ def tick(
 
 
 def follow(
-    target: Watched, *, say: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep
-) -> list[Landmark]:
+    target: Watched, *, say: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep,
+    overrides: Sequence[str] = (),
+) -> list[Landmark]:  # fmt: skip
     """Look again and again until every landmark is judged, or training is done and nothing more can be judged."""
     while True:
         trained = (target.run / "stages" / "train.json").exists()
-        found = tick(target, say=say)
+        found = tick(target, say=say, overrides=overrides)
         left = {m.state for m in found} - {"evaluated", "failed"}
         if found and (not left or (trained and "ready" not in left)):
             return found
@@ -290,13 +293,15 @@ def main(argv: list[str] | None = None) -> int:
         "--follow", action="store_true", help="until every landmark is evaluated or has failed"
     )
     parser.add_argument("--nice", type=int, default=0, help="lower the priority by this much")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="launch.FIELD=VALUE")
     args = parser.parse_args(argv)
     watch_owner()
     if args.nice:
         os.nice(args.nice)
     try:
+        look = follow if args.follow else tick
         with watched(args.run) as target:
-            found = follow(target) if args.follow else tick(target)
+            found = look(target, overrides=args.overrides)
     except ReproError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code

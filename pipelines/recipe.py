@@ -119,10 +119,14 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"unknown recipe {name!r}", f"known recipes: {', '.join(recipe_names())}")
     module, function = RECIPES[name].split(":")
     make: Callable[[], Recipe] = getattr(import_module(module), function)
-    tree = make().model_dump(mode="json")
+    return validate(override_tree(make().model_dump(mode="json"), overrides))
+
+
+def override_tree(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree` with `field.path=value` overrides applied in place, in order; returned for convenience."""
     for override in overrides:
         _apply(tree, override)
-    return validate(tree)
+    return tree
 
 
 def validate(tree: dict[str, Any]) -> Recipe:

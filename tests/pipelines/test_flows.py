@@ -144,7 +144,9 @@ def test_impossible_launches_are_refused_before_anything_is_sent(tmp_path, capsy
 
 def test_launch_on_this_machine_needs_a_run_directory(tmp_path, capsys):
     assert main(["launch", "tiny", "--run-dir", str(tmp_path / "none")]) == 2
-    assert "repro gate" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(f"`repro {s} --run-dir" in said for s in ("tokenize", "order", "init", "gate"))
+    assert not (tmp_path / "none" / "recipe.json").exists()
 
 
 def test_command_lines_with_secrets_are_refused_or_masked(monkeypatch):

@@ -203,7 +203,10 @@ def test_parameters_are_typed_and_the_schedule_is_the_recipes(served):
         "redo": "boolean",
     }
     assert found["watch"]["schedules"][0]["schedule"]["interval"] == 20
-    assert found["watch"]["parameters"] == {"run_dir": str(served.run)}
+    assert found["watch"]["parameters"] == {
+        "run_dir": str(served.run),
+        "overrides": ["launch.watch.interval_seconds=20"],
+    }
 
 
 def test_cancel_stops_training_within_ten_seconds_after_it_has_saved(served):
