@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from infra.artifacts import read_json
 from infra.errors import ReproError
@@ -17,6 +18,7 @@ from pipelines.landmarks import survey
 from pipelines.recipe import Recipe
 
 _last: dict[str, str] = {}
+COPIES, COPIES_SHOWN_AS = ".gs", "bucket-runs"  # working copies of gs:// runs, on disk and in links
 
 
 def publish(run: Path, recipe: Recipe) -> None:
@@ -64,7 +66,9 @@ def link(run: Path, relative: str) -> str:
     base, root = os.environ.get("REPRO_FILES_URL", ""), os.environ.get("REPRO_FILES_ROOT", "")
     path = (run / relative).resolve()
     if base and root and path.is_relative_to(root):
-        return f"[{relative}]({base}/{path.relative_to(root).as_posix()})"
+        first, *rest = path.relative_to(root).parts
+        shown = [COPIES_SHOWN_AS if first == COPIES else first, *rest]
+        return f"[{relative}]({base}/{quote('/'.join(shown))})"
     return f"`{path}`"
 
 

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +24,13 @@ from collections.abc import Callable
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from infra.artifacts import write_json_atomic
 from infra.errors import LaunchError, LeaseError
 from infra.lease import Lease
-from infra.owner import owner_environment
+from infra.owner import owner_environment, start_time
+from pipelines.artifacts import COPIES, COPIES_SHOWN_AS
 from pipelines.flows import healthy
 from pipelines.recipe import Recipe
 from pipelines.run_recipe import recipe_for, stored
@@ -44,8 +47,22 @@ SHOWN = ("report", "logs")  # folders of a run that the file server gives out
 def register(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; `add` is the command line's own helper."""
     one = add("serve", "Prefect server, deployments and worker on this machine, until Ctrl-C", command)
-    one.add_argument("--port", type=int, default=4200, help="port of the UI; the next one shows report files")
-    one.add_argument("--limit", type=int, default=3, help="flow runs at the same time")
+    one.add_argument(
+        "--port", type=_port, default=4200, help="port of the UI; the next one shows report files"
+    )
+    one.add_argument("--limit", type=_positive, default=3, help="flow runs at the same time")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65534:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65534 (the next one shows files)")
+    return int(text)
 
 
 def environment(home: Path, port: int, files_root: Path) -> dict[str, str]:
@@ -74,7 +91,7 @@ def environment(home: Path, port: int, files_root: Path) -> dict[str, str]:
     return {
         **os.environ,
         **ours,
-        "PREFECT_API_URL": os.environ.get("PREFECT_API_URL") or f"http://{HOST}:{port}/api",
+        "PREFECT_API_URL": os.environ.get("PREFECT_API_URL", "").rstrip("/") or f"http://{HOST}:{port}/api",
     }
 
 
@@ -108,6 +125,13 @@ class Child:
         self.start()
         return True
 
+    def note(self, state: Path) -> None:
+        """Write down which process it is, so that the next `repro serve` knows it after our kill -9."""
+        assert self.process is not None
+        pid = self.process.pid
+        known = json.loads(state.read_text()) if state.exists() else {}
+        write_json_atomic(state, {**known, self.name: [pid, start_time(pid)]})
+
     def stop(self) -> None:
         """SIGTERM to the process, then SIGKILL to its group."""
         if self.process is None:
@@ -119,6 +143,35 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def end_left_server(state: Path) -> None:
+    """End the server that a killed `repro serve` of this directory left behind; it may still hold the port."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        pid, started = json.loads(state.read_text())["server"]
+        deadline = time.monotonic() + GRACE_SECONDS
+        while started and start_time(pid) == started and _state_of(pid) != "Z":
+            late = time.monotonic() > deadline
+            os.killpg(pid, signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(0.2)
+    state.unlink(missing_ok=True)
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def require_free(port: int) -> None:
+    """Refuse a port that another program holds: a server that was not named is not taken over."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            raise LaunchError(
+                f"port {port} is taken by another server",
+                "choose another with --port; or set PREFECT_API_URL to use that server",
+            ) from None
 
 
 def descendants(pid: int) -> list[int]:
@@ -137,18 +190,56 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def shown_file(root: Path, url_path: str) -> Path | None:
+    """The file or folder behind a URL path, if it lies in `report/` or `logs/` of a run below `root`; else None.
+
+    Judged is the unquoted path after symbolic links. Working copies of gs:// runs are shown as `bucket-runs/`.
+    """
+    parts = [p for p in unquote(urlsplit(url_path).path).split("/") if p]
+    if ".." in parts or any("\0" in p for p in parts):
+        return None
+    if parts[:1] == [COPIES_SHOWN_AS]:
+        parts[0] = COPIES
+    root = root.resolve()
+    path = root.joinpath(*parts).resolve()
+    for candidate in (path, (path / "index.html").resolve()):
+        if not candidate.is_relative_to(root):
+            return None
+        inside = candidate.relative_to(root).parts
+        runs = [
+            i
+            for i, p in enumerate(inside)
+            if p in SHOWN and (root.joinpath(*inside[:i], "recipe.json")).is_file()
+        ]
+        private = inside[1:] if inside[:1] == (COPIES,) else inside
+        if not runs or any(p.startswith(".") for p in private):
+            return None
+    return path
+
+
 class Files(SimpleHTTPRequestHandler):
-    """Report and logs of the runs, read-only, on this machine only."""
+    """Report and logs of the runs, read-only, on this machine only. Only `logs/` is listed."""
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def send_head(self) -> Any:
-        parts = [p for p in self.path.split("?")[0].split("/") if p]
-        if ".." in parts or not any(p in SHOWN for p in parts[:-1]) or any(p.startswith(".") for p in parts):
+        if shown_file(Path(self.directory), self.path) is None:
             self.send_error(404)
             return None
         return super().send_head()
+
+    def translate_path(self, path: str) -> str:
+        found = shown_file(Path(self.directory), path)
+        return str(found or Path(self.directory) / "nothing") + (
+            "/" if urlsplit(path).path.endswith("/") else ""
+        )
+
+    def list_directory(self, path: Any) -> Any:
+        if "logs" in Path(path).parts:
+            return super().list_directory(path)
+        self.send_error(404)
+        return None
 
 
 def serve_files(root: Path, port: int) -> ThreadingHTTPServer | None:
@@ -184,6 +275,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
     recipe = recipe_for(args.recipe, args.overrides, stored(run), run)
     files_root = run.resolve().parent if isinstance(run, Path) else Path("runs").resolve()
     files_root.mkdir(parents=True, exist_ok=True)
+    named = bool(os.environ.get("PREFECT_API_URL"))  # by the person; otherwise the server is ours to start
     env = environment(home, args.port, files_root)
     os.environ.update(env)
     api = env["PREFECT_API_URL"]
@@ -194,9 +286,11 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
     python = [sys.executable, "-m", "prefect"]
     files = serve_files(files_root, args.port + 1)
     try:
-        if not healthy(api):
-            if os.environ.get("PREFECT_API_URL") != f"http://{HOST}:{args.port}/api":
-                raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
+        if named and not healthy(api):
+            raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
+        if not named:
+            end_left_server(state)
+            require_free(args.port)
             server = Child(
                 "server",
                 [*python, "server", "start", "--host", HOST, "--port", str(args.port)],
@@ -205,6 +299,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
             )
             children.append(server)
             server.start()
+            server.note(state)
             _wait_healthy(api, server, stop)
         if stop.is_set():
             return 0
@@ -218,7 +313,8 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
         children.append(worker)
         worker.start()
         ui = api.removesuffix("/api")
-        write_json_atomic(state, {"ui": ui, "api": api, "pid": os.getpid(), "deployments": names})
+        known = json.loads(state.read_text()) if state.exists() else {}
+        write_json_atomic(state, {**known, "ui": ui, "api": api, "pid": os.getpid(), "deployments": names})
         print(f"Prefect UI: {ui}\n{len(names)} deployments: {', '.join(names)}")
         print(
             f"report files: {env['REPRO_FILES_URL']}"
@@ -229,7 +325,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
             f"for the prefect command: export PREFECT_API_URL={api}\nCtrl-C ends server, worker and running flows",
             flush=True,
         )
-        _keep(children, stop)
+        _keep(children, stop, state)
         return 0
     finally:
         _end(children)
@@ -269,7 +365,7 @@ def _register(args: argparse.Namespace, recipe: Recipe, run: Path | str) -> list
     return deployments.register(POOL, Path.cwd(), defaults, schedule)
 
 
-def _keep(children: list[Child], stop: threading.Event) -> None:
+def _keep(children: list[Child], stop: threading.Event, state: Path) -> None:
     """Until asked to end: start again what has died, and clear flow runs whose process is gone."""
     from pipelines.deployments import sweep
 
@@ -277,6 +373,8 @@ def _keep(children: list[Child], stop: threading.Event) -> None:
     while not stop.wait(LOOK_SECONDS):
         for child in children:
             if child.keep():
+                if child.name == "server":
+                    child.note(state)
                 print(f"{child.name} had died and was started again", flush=True)
         if time.monotonic() - swept > SWEEP_SECONDS:
             swept = time.monotonic()
