@@ -12,6 +12,7 @@ checkpoint the log is brought up to date, so every checkpoint has its lines.
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -368,6 +369,20 @@ def train(spec: TrainSpec, stop: Stop | None = None) -> dict[str, Any]:
         return Trainer(spec, stop).run()
 
 
+def quiet_orbax() -> None:
+    """A failed save is one error of ours: without the traces that Orbax logs, and without those of answers to the event
+    loop that it has closed by then.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    otherwise = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            otherwise(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line of the training process."""
     parser = argparse.ArgumentParser(description="Train the recipe of a run directory.")
@@ -382,6 +397,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     stop = Stop(at_once=not args.distributed)
     stop.listen()
+    if not args.debug:
+        quiet_orbax()
     try:
         watch_owner()
         if args.distributed:

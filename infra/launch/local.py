@@ -223,7 +223,11 @@ class LocalJob:
         if isinstance(self._error, LaunchError):
             raise self._error
         if self._error is not None:
-            raise LaunchError(f"job {self.name} could not be started: {self._error}") from self._error
+            what = "is no longer watched" if self._pid else "could not be started"
+            raise LaunchError(
+                f"job {self.name} {what}: {self._error}",
+                "free disk space or mend what is named, then run the same command again",
+            ) from self._error
         return self.status()
 
     def logs(self, lines: int = 100) -> list[str]:
