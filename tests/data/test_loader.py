@@ -122,7 +122,7 @@ def test_an_error_in_a_worker_reaches_the_caller(corpus, kind):
     for path in root.rglob("*.npy"):
         path.unlink()
     broken = InstanceIndex(index.shards, S)
-    with pytest.raises(Exception, match="No such file"):
+    with pytest.raises(Exception, match="does not exist"):
         next(batches(broken, order, config(workers=1, worker_kind=kind)))
 
 

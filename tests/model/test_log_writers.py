@@ -50,7 +50,7 @@ def test_mfu_is_model_flops_over_peak(make_run, monkeypatch):
     run = make_run(steps=3)
     monkeypatch.setattr(Trainer, "peak_flops", lambda self: 1e9)
     train(TrainSpec.from_run(run))
-    assert sorted(p.name for p in (run / "train").iterdir()) == ["metrics.jsonl"]
+    assert sorted(p.name for p in (run / "train").iterdir()) == ["metrics.jsonl", "seams.json"]
     weights = 4 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256
     seen = (
         3 * (1 + 2 + 3 + 4 * 13) / 16 + 17 / 2
