@@ -157,7 +157,7 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage record with the digest of all else in it, so that a damaged record is told from a damaged artifact."""
+    """A record with the digest of all else in it: one that is damaged is told from one that speaks of damaged files."""
     open_record = {k: v for k, v in record.items() if k != "seal"}
     return {**open_record, "seal": fingerprint(open_record)}
 

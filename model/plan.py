@@ -18,15 +18,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-
-from infra.artifacts import fingerprint, read_json, versions, write_json_atomic
+from infra.artifacts import fingerprint, read_json, sealed, versions, write_json_atomic
 from infra.code import code_digest
 from infra.errors import IdentityError, RecipeError
 from infra.progress import Progress
-from infra.section import Section
 from infra.topology import Slice
 from model.config import (
     LossConfig,
@@ -105,61 +102,8 @@ def make_plan(
     if compiled is None:
         compiled = compile_step(request, slice_)
         if path is not None:
-            write_json_atomic(path, compiled)
+            write_json_atomic(path, sealed(compiled))
     return {**describe(request, slice_, compiled, price_per_chip_hour), "versions": identity["versions"]}
-
-
-class MeshSizes(Section):
-    """Devices along each mesh axis."""
-
-    data: int
-    fsdp: int
-    tensor: int
-
-
-class LargeArray(Section):
-    """One entry of `model.flops.largest_arrays`."""
-
-    bytes: int = Field(ge=0)
-    array: str
-    made_by: str
-    where: str
-
-
-class Traced(Section):
-    """What a cached result holds whether the step compiled or not. FLOPs per step, seconds, bytes."""
-
-    mesh: MeshSizes
-    device_kind: str
-    traced_matmul_flops: float = Field(gt=0)
-    largest_arrays: list[LargeArray]
-    compile_cpu_seconds: float
-    compile_seconds: float
-    compile_peak_bytes: int
-
-
-class TooLarge(Traced):
-    """A step that the compiler refused for its size."""
-
-    compiled: Literal[False]
-    why: str
-    lower_cpu_seconds: float | None = None
-
-
-class Compiled(Traced):
-    """A step that compiled. Bytes are per device."""
-
-    compiled: Literal[True]
-    lower_cpu_seconds: float
-    argument_bytes: int = Field(ge=0)
-    temporary_bytes: int = Field(ge=0)
-    host_temporary_bytes: int = Field(ge=0)
-    output_bytes: int = Field(ge=0)
-    alias_bytes: int = Field(ge=0)
-    program_bytes: int = Field(ge=0)
-    splash_calls: int = Field(ge=1)
-    splash_calls_compiled: int | None
-    xla_flops_loop_bodies_once: float | None
 
 
 def read_compiled(path: Path) -> dict[str, Any] | None:
@@ -167,12 +111,13 @@ def read_compiled(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found: dict[str, Any] = read_json(path)
-        TypeAdapter(Compiled | TooLarge).validate_python(found, strict=True)
-    except (IdentityError, ValidationError, OSError):
-        print(f"the cached plan {path} is damaged: the step is compiled again", file=sys.stderr)
-        return None
-    return found
+        found = read_json(path)
+        if isinstance(found, dict) and "seal" in found and sealed(found) == found:
+            return {k: v for k, v in found.items() if k != "seal"}
+    except (IdentityError, OSError):
+        pass
+    print(f"the cached plan {path} is damaged: the step is compiled again", file=sys.stderr)
+    return None
 
 
 def compile_step(request: PlanRequest, slice_: Slice) -> dict[str, Any]:

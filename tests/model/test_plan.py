@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from infra.artifacts import sealed
 from infra.errors import RecipeError
 from infra.topology import parse
 from model import plan
@@ -193,6 +194,14 @@ def test_a_damaged_cached_plan_is_compiled_again(damage, tmp_path, capsys):
     assert plan.read_compiled(tmp_path / "plan.json") is None
     assert "is damaged: the step is compiled again" in capsys.readouterr().err
     assert plan.read_compiled(tmp_path / "none.json") is None
+
+
+def test_a_changed_number_in_a_cached_plan_is_noticed(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(sealed({"temporary_bytes": 3862})))
+    assert plan.read_compiled(path) == {"temporary_bytes": 3862}
+    path.write_text(path.read_text().replace("3862", "1862"))
+    assert plan.read_compiled(path) is None
 
 
 def test_only_the_known_failure_is_kept_off_the_screen(capfd):
