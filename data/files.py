@@ -9,12 +9,12 @@ import contextlib
 import errno
 import gzip
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
 from infra.errors import DataError
+from infra.leftovers import sibling
 
 
 def join(base: str | Path, relative: str) -> str:
@@ -52,7 +52,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         stream.close()
         return
     path = Path(path)
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    tmp = sibling(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from infra.errors import IdentityError, ReproError
+from infra.leftovers import is_dead, sibling
 
 MAX_JSON_BYTES = 1 << 30
 HASHING_THREADS = 2
@@ -100,7 +100,7 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
     """Write through a temporary sibling and `os.replace`: readers see the old file or the new, never half."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    tmp = sibling(path)
     try:
         with tmp.open("xb") as f:
             f.write(content)
@@ -134,18 +134,19 @@ def read_json(path: str | Path, remedy: str = "delete it and run its stage again
 def atomic_dir(path: str | Path) -> Iterator[Path]:
     """Yield a temporary sibling directory that becomes `path` on success and is removed on error.
 
-    An existing `path` is replaced. Leftovers of killed writers (same prefix) are removed first.
+    An existing `path` is replaced. Leftovers of killed writers are removed first.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.tmp-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        if is_dead(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
+    tmp = sibling(path)
     tmp.mkdir()
     try:
         yield tmp
         if path.exists():
-            old = path.with_name(f".{path.name}.tmp-old-{os.getpid()}")
+            old = sibling(path)
             os.replace(path, old)
             os.replace(tmp, path)
             shutil.rmtree(old)

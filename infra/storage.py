@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from infra.errors import ReproError
+from infra.leftovers import sibling
 
 T = TypeVar("T")
 CHUNK = 8 * 2**20  # of a resumable upload; a larger file is sent in such pieces and continues after an error
@@ -280,9 +280,7 @@ class Bucket:
         from google.cloud.storage import transfer_manager
 
         wanted = list(wanted)
-        parts = [
-            path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}") for _, path in wanted
-        ]
+        parts = [sibling(path) for _, path in wanted]
         vanished: list[Entry] = []
         with contextlib.ExitStack() as files:
             pairs = []

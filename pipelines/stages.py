@@ -28,6 +28,7 @@ from infra.artifacts import (
 from infra.code import code_digest
 from infra.errors import IdentityError, ReproError
 from infra.lease import Lease
+from infra.leftovers import clear_dead
 from infra.progress import Progress, clock
 from infra.redact import redact
 from pipelines import work
@@ -214,6 +215,8 @@ def run_stage(name: str, recipe: Recipe, run: Path) -> Outcome:
     for needed in stage.after:
         check_outputs(run, needed, _made(run, needed))
     record.begin()
+    for folder in {pattern.split("/")[0] for pattern in stage.owns}:
+        clear_dead(run / folder)
     stage.work(recipe, run)
     outputs = [p.relative_to(run).as_posix() for pattern in stage.owns for p in sorted(run.glob(pattern))]
     seconds = time.monotonic() - start

@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from data.files import whole_file
 from infra.artifacts import (
     StageRecord,
     atomic_dir,
@@ -18,7 +21,10 @@ from infra.artifacts import (
     write_json_atomic,
 )
 from infra.errors import IdentityError
+from infra.leftovers import clear_dead
 from model.config import SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_fingerprint_ignores_key_order_and_tuple_or_list():
@@ -82,6 +88,32 @@ def test_atomic_dir_appears_whole_or_not_at_all(tmp_path):
     with atomic_dir(tmp_path / "d") as d:
         (d / "b").write_text("2")
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["b"]
+
+
+def _killed_while_it_writes(path: Path, how: str) -> None:
+    """A process that is killed with `how` half written."""
+    code = (
+        "import os, sys; from pathlib import Path; from data.files import whole_file\n"
+        "from infra.artifacts import atomic_dir\n"
+        f"with {how}(Path({str(path)!r})) as out:\n"
+        "    out.write(b'half') if hasattr(out, 'write') else (out / 'half').write_text('x')\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
+
+
+def test_what_a_killed_writer_leaves_goes_and_what_a_live_one_writes_stays(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "ours.npy").write_bytes(b"whole")
+    _killed_while_it_writes(tmp_path / "deep" / "a.npy", "whole_file")
+    _killed_while_it_writes(tmp_path / "d", "atomic_dir")
+    assert len(list(tmp_path.rglob(".*.tmp-*"))) == 2
+    with whole_file(tmp_path / "deep" / "a.npy") as live:
+        live.write(b"now")
+        assert len(clear_dead(tmp_path)) == 2
+    left = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*"))
+    assert left == ["deep", "deep/a.npy", "deep/ours.npy"]
+    assert clear_dead(tmp_path / "nowhere") == []
 
 
 def test_differences_name_the_path():

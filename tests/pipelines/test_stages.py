@@ -78,6 +78,16 @@ def test_work_that_fails_commits_nothing(run, calls, monkeypatch):
     assert not (run / "stages" / "tokenize.json").exists()
 
 
+def test_what_a_killed_writer_left_is_no_output(run, calls):
+    whole = run_stage("tokenize", TINY, run).digest
+    redo_from("tokenize", run)
+    (run / "tokens" / "train").mkdir(parents=True)
+    # 4194305 is above the kernel's largest process id, so this writer is gone for certain.
+    (run / "tokens" / "train" / ".00000.npy.tmp-4194305.77-0123abcd").write_bytes(b"half")
+    assert run_stage("tokenize", TINY, run).digest == whole
+    assert not list(run.rglob("*.tmp-*"))
+
+
 def test_redo_deletes_the_stage_and_all_after_it(run, calls):
     for s in STAGES:
         run_stage(s.name, TINY, run)
