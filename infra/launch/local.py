@@ -25,6 +25,7 @@ from infra.lease import Lease
 from infra.owner import owner_environment
 
 GRACE_SECONDS = 10.0
+AGAIN = "free disk space or mend what is named, then run the same command again"
 _live: set["LocalJob"] = set()
 _quiet_names: set[str] = set()
 
@@ -98,6 +99,17 @@ def stop_all() -> None:
     """Stop every job of this process that still runs; the trainer saves first."""
     for job in list(_live):
         job.cancel()
+
+
+def _causes(error: BaseException | None) -> str:
+    """The first line of an error and of what caused it: XManager says that its database failed, and SQLite why."""
+    lines: list[str] = []
+    while error is not None:
+        line = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        if not any(line in said for said in lines):
+            lines.append(line)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ", because: ".join(lines)
 
 
 class LocalJob:
@@ -189,7 +201,7 @@ class LocalJob:
         )
         if codes and all(c is not None for c in codes):
             return max(codes, key=abs)
-        raise LaunchError(f"job {self.name} could not be started: {failed}")
+        raise LaunchError(f"job {self.name} could not be started: {_causes(failed)}", AGAIN)
 
     @property
     def exit_code(self) -> int | None:
@@ -224,10 +236,7 @@ class LocalJob:
             raise self._error
         if self._error is not None:
             what = "is no longer watched" if self._pid else "could not be started"
-            raise LaunchError(
-                f"job {self.name} {what}: {self._error}",
-                "free disk space or mend what is named, then run the same command again",
-            ) from self._error
+            raise LaunchError(f"job {self.name} {what}: {_causes(self._error)}", AGAIN) from self._error
         return self.status()
 
     def logs(self, lines: int = 100) -> list[str]:

@@ -248,7 +248,7 @@ def attempt(
         said["file"] = str(change_one_byte(run, pattern, rng).relative_to(run))
     elif plan.kind == "disk full":
         said["exit"], text = on_small_disk(run, asked, int(8 + plan.fraction * 64))
-        said |= starved(said["exit"], text, ("no space left", "disk full"))
+        said |= starved(said["exit"], text, ("no space left", "disk full", "disk is full"))
     elif plan.kind == "read-only":
         said["exit"], text = on_read_only(run, asked)
         said |= starved(said["exit"], text, ("read-only", "no permission"))

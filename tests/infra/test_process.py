@@ -140,3 +140,16 @@ def test_launch_passes_arguments_as_they_are(tmp_path, capfd):
     )  # fmt: skip
     assert code == 75
     assert json.loads((tmp_path / "echo-1.log").read_text()) == ["a b $HOME", "--x='1'"]
+
+
+def test_a_job_that_cannot_start_says_what_xmanager_does_not(tmp_path):
+    """XManager wraps every trouble of its database in the same words; a directory in its place stands for a full disk."""
+    code = (
+        "from pathlib import Path; from infra.launch.local import run_module\n"
+        f"run_module('infra.nothing', [], name='bad', log_dir=Path({str(tmp_path)!r}), state_dir=Path({str(tmp_path / 'xm')!r}))"
+    )
+    (tmp_path / "xm" / "xm.sqlite3").mkdir(parents=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr[done.stderr.rindex("LaunchError:") :]
+    assert "could not be started" in last and "unable to open database file" in last
+    assert "then run the same command again" in last
