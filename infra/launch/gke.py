@@ -14,12 +14,14 @@ GKE" (node selectors), "Cloud Storage FUSE CSI driver" (volumes), "Spot VMs", "f
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infra.errors import LaunchError
 from infra.launch.executor import submit
 from infra.launch.job import PREEMPTED_CODE, Job, Spec, Status, command, environment, require, status_of
+from infra.launch.patience import CALL_SECONDS, judge_kubernetes, patiently
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
 REPLICATED = "slice"
@@ -179,9 +181,19 @@ def explain(job: Job) -> list[str]:
 
 
 class JobSets:
-    """The calls to the API server that we need. `context`: kubeconfig context; inside a cluster its own account."""
+    """The calls to the API server that we need. `context`: kubeconfig context; inside a cluster its own account.
 
-    def __init__(self, namespace: str = "default", context: str = "", api_client: Any = None):
+    `patience`: how long to wait out passing trouble, as `patiently` takes it (`longest`, `sleep`, `say`).
+    Every call raises LaunchError when the API refuses or stays away.
+    """
+
+    def __init__(
+        self,
+        namespace: str = "default",
+        context: str = "",
+        api_client: Any = None,
+        patience: dict[str, Any] | None = None,
+    ):
         from kubernetes import client as k8s
         from kubernetes import config
 
@@ -197,50 +209,59 @@ class JobSets:
                     "run `gcloud container clusters get-credentials CLUSTER --region REGION`",
                 ) from None
             api_client = k8s.ApiClient()
-        self.namespace = namespace
+        self.namespace, self.patience = namespace, patience or {}
+        self._where = (GROUP, VERSION, namespace, PLURAL)
         self.objects, self.core = k8s.CustomObjectsApi(api_client), k8s.CoreV1Api(api_client)
 
-    def create(self, spec: Spec) -> None:
-        """Submit; an existing JobSet of the same name is an error."""
-        from kubernetes.client.exceptions import ApiException
+    def _ask(self, what: str, call: Callable[[], Any], **how: Any) -> Any:
+        return patiently(call, judge=judge_kubernetes, what=what, **self.patience, **how)
 
-        try:
-            self.objects.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, spec)
-        except ApiException as e:
-            name = spec["metadata"]["name"]
-            remedy = {
+    def create(self, spec: Spec) -> None:
+        """Submit; an existing JobSet of the same name is an error, unless an unanswered try of ours has made it."""
+        name = spec["metadata"]["name"]
+        self._ask(
+            f"JobSet {name} was refused",
+            lambda: self.objects.create_namespaced_custom_object(
+                *self._where, spec, _request_timeout=CALL_SECONDS
+            ),
+            accept=lambda judgement, tried_before: judgement.code == 409 and tried_before,
+            remedies={
                 404: "install JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation/",
                 409: f"it runs already; `kubectl delete jobset {name}` removes it",
                 403: "your account may not create JobSets in this namespace",
-            }.get(e.status, "see the message of the API server")
-            raise LaunchError(
-                f"JobSet {name} was refused ({e.status} {e.reason}): {str(e.body)[:300]}", remedy
-            ) from None
+            },
+        )
 
     def get(self, name: str) -> dict[str, Any] | None:
         """The JobSet with its status; None when it is gone."""
-        from kubernetes.client.exceptions import ApiException
-
-        try:
-            found: Any = self.objects.get_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name
-            )
-            return found
-        except ApiException as e:
-            if e.status == 404:
-                return None
-            raise
+        found: dict[str, Any] | None = self._ask(
+            f"JobSet {name} cannot be read",
+            lambda: self.objects.get_namespaced_custom_object(
+                *self._where, name, _request_timeout=CALL_SECONDS
+            ),
+            accept=lambda judgement, tried_before: judgement.code == 404,
+        )
+        return found
 
     def delete(self, name: str) -> None:
-        """Delete; the pods get SIGTERM and the grace period, so the trainer saves."""
-        self.objects.delete_namespaced_custom_object(
-            GROUP, VERSION, self.namespace, PLURAL, name, propagation_policy="Foreground"
+        """Delete; the pods get SIGTERM and the grace period, so the trainer saves. One that is gone is no error."""
+        self._ask(
+            f"JobSet {name} cannot be deleted",
+            lambda: self.objects.delete_namespaced_custom_object(
+                *self._where, name, propagation_policy="Foreground", _request_timeout=CALL_SECONDS
+            ),
+            accept=lambda judgement, tried_before: judgement.code == 404,
         )
 
     def pods(self, name: str) -> list[Any]:
         """Pods of the JobSet, by completion index, the newest of each last."""
-        found = self.core.list_namespaced_pod(
-            self.namespace, label_selector=f"jobset.sigs.k8s.io/jobset-name={name}"
+        found = self._ask(
+            f"the pods of JobSet {name} cannot be listed",
+            lambda: self.core.list_namespaced_pod(
+                self.namespace,
+                label_selector=f"jobset.sigs.k8s.io/jobset-name={name}",
+                _request_timeout=CALL_SECONDS,
+            ),
         ).items
         index = "batch.kubernetes.io/job-completion-index"
         return sorted(
@@ -252,10 +273,15 @@ class JobSets:
         )
 
     def log(self, pod: str, lines: int) -> list[str]:
-        """The last lines of a pod's output."""
-        return self.core.read_namespaced_pod_log(
-            pod, self.namespace, container="job", tail_lines=lines
-        ).splitlines()
+        """The last lines of a pod's output; none of a pod that has not started (400) or is gone (404)."""
+        found = self._ask(
+            f"the log of pod {pod} cannot be read",
+            lambda: self.core.read_namespaced_pod_log(
+                pod, self.namespace, container="job", tail_lines=lines, _request_timeout=CALL_SECONDS
+            ),
+            accept=lambda judgement, tried_before: judgement.code in (400, 404),
+        )
+        return (found or "").splitlines()
 
 
 class GkeJob:

@@ -14,12 +14,14 @@ Source: Vertex AI documentation, "Training with TPU accelerators"; REST referenc
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infra.errors import LaunchError, RecipeError
 from infra.launch.executor import submit
 from infra.launch.job import Job, Status, command, environment, require, status_of
+from infra.launch.patience import CALL_SECONDS, judge_google, patiently
 
 TYPES = ("v5e", "v6e")
 EXIT_STATUS = re.compile(r"non-zero status of (\d+)")
@@ -43,10 +45,21 @@ def machine_type(job: Job) -> str:
     return slice_.type.gke_machine.rsplit("-", 1)[0] + f"-{slice_.chips_per_host}t"
 
 
-def render(job: Job, project: str, region: str = "us-central1") -> Any:
+def require_place(project: str, region: str) -> None:
+    """Refuse a spec that could be sent nowhere."""
+    missing = [f"launch.{n}" for n, v in (("project", project), ("region", region)) if not v]
+    if missing:
+        raise RecipeError(
+            f"target vertex needs {' and '.join(missing)}",
+            "--set launch.project=… --set launch.region=us-east5",
+        )
+
+
+def render(job: Job, project: str, region: str) -> Any:
     """The CustomJob proto, exactly what is sent."""
     from google.cloud import aiplatform_v1 as aip
 
+    require_place(project, region)
     machine = machine_type(job)
     slice_ = require(job, "vertex")
     env = [{"name": k, "value": v} for k, v in environment(job).items()]
@@ -97,15 +110,16 @@ def explain(job: Job) -> list[str]:
 
 
 class VertexApi:
-    """The calls to Vertex AI that we need. `client`: an aiplatform_v1.JobServiceClient."""
+    """The calls to Vertex AI that we need. `client`: an aiplatform_v1.JobServiceClient.
 
-    def __init__(self, project: str, region: str, client: Any = None):
-        if not project or not region:
-            raise RecipeError(
-                "target vertex needs launch.project and launch.region",
-                "--set launch.project=… --set launch.region=us-east5",
-            )
-        self.project, self.region = project, region
+    `patience`: how long to wait out passing trouble, as `patiently` takes it (`longest`, `sleep`, `say`).
+    Every call raises LaunchError when the API refuses or stays away.
+    """
+
+    def __init__(self, project: str, region: str, client: Any = None, patience: dict[str, Any] | None = None):
+        require_place(project, region)
+        self.project, self.region, self.patience = project, region, patience or {}
+        self.parent = f"projects/{project}/locations/{region}"
         if client is None:
             import google.auth.exceptions
             from google.cloud import aiplatform_v1 as aip
@@ -120,21 +134,42 @@ class VertexApi:
                 ) from None
         self.client = client
 
+    def _ask(self, what: str, call: Callable[[], Any], **how: Any) -> Any:
+        return patiently(call, judge=judge_google, what=what, **self.patience, **how)
+
     def create(self, job: Job) -> str:
-        """Submit; returns the resource name."""
-        parent = f"projects/{self.project}/locations/{self.region}"
-        return self.client.create_custom_job(
-            parent=parent, custom_job=render(job, self.project, self.region)
-        ).name
+        """Submit; returns the resource name. A try without an answer may have made the job: then that one counts."""
+        made = render(job, self.project, self.region)
+        tries = 0
+
+        def send() -> str:
+            nonlocal tries
+            tries += 1
+            found = self._running(job) if tries > 1 else None
+            return found or self.client.create_custom_job(
+                parent=self.parent, custom_job=made, timeout=CALL_SECONDS
+            ).name  # fmt: skip
+
+        name: str = self._ask(f"CustomJob {job.name} was refused", send)
+        return name
 
     def get(self, name: str) -> Any:
-        return self.client.get_custom_job(name=name)
+        """The CustomJob with its state."""
+        return self._ask(
+            f"CustomJob {name.rsplit('/', 1)[-1]} cannot be read",
+            lambda: self.client.get_custom_job(name=name, timeout=CALL_SECONDS),
+        )
 
     def running(self, job: Job) -> str | None:
         """Resource name of a job of this name that has not ended."""
-        parent = f"projects/{self.project}/locations/{self.region}"
+        found: str | None = self._ask(
+            f"the CustomJobs of {self.parent} cannot be listed", lambda: self._running(job)
+        )
+        return found
+
+    def _running(self, job: Job) -> str | None:
         found = self.client.list_custom_jobs(
-            request={"parent": parent, "filter": f'display_name="{job.name}"'}
+            request={"parent": self.parent, "filter": f'display_name="{job.name}"'}, timeout=CALL_SECONDS
         )
         live = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING")
         return next(
@@ -147,7 +182,12 @@ class VertexApi:
         )
 
     def cancel(self, name: str) -> None:
-        self.client.cancel_custom_job(name=name)
+        """Ask Vertex to end it; one that has ended or is gone is no error."""
+        self._ask(
+            f"CustomJob {name.rsplit('/', 1)[-1]} cannot be cancelled",
+            lambda: self.client.cancel_custom_job(name=name, timeout=CALL_SECONDS),
+            accept=lambda judgement, tried_before: judgement.code == 404,
+        )
 
 
 class VertexJob:

@@ -200,9 +200,9 @@ def test_vertex_job(slice_, machine):
 
 def test_vertex_refuses_what_it_cannot_train():
     with pytest.raises(RecipeError, match=r"trains on TPU v5e and v6e, not on v5p(.|\n)*gke"):
-        vertex.render(job("v5p:2x2x1"), "p")
+        vertex.render(job("v5p:2x2x1"), "p", "r")
     with pytest.raises(RecipeError, match="4 hosts"):
-        vertex.render(job("v6e:4x4"), "p")
+        vertex.render(job("v6e:4x4"), "p", "r")
 
 
 class VertexService:
@@ -217,11 +217,11 @@ class VertexService:
             False,
         )
 
-    def create_custom_job(self, parent, custom_job):
+    def create_custom_job(self, parent, custom_job, timeout):
         self.made = (parent, custom_job)
         return type(custom_job)(name=f"{parent}/customJobs/1")
 
-    def get_custom_job(self, name):
+    def get_custom_job(self, name, timeout=0):
         from google.cloud import aiplatform_v1 as aip
         from google.rpc import status_pb2
 
@@ -233,10 +233,10 @@ class VertexService:
             error=status_pb2.Status(message=self.message),
         )
 
-    def list_custom_jobs(self, request):
+    def list_custom_jobs(self, request, timeout):
         return [self.get_custom_job("projects/p/locations/r/customJobs/1")] if self.running else []
 
-    def cancel_custom_job(self, name):
+    def cancel_custom_job(self, name, timeout):
         self.cancelled.append(name)
 
 
@@ -349,7 +349,7 @@ def test_gke_job_from_launch_to_its_last_lines(cluster, tmp_path):
     assert again.status() == adopted.status() == Status.RUNNING and cluster.made == 2, (
         "one that runs is taken over"
     )
-    with pytest.raises(LaunchError, match=r"repro-a was refused \(409(.|\n)*kubectl delete jobset"):
+    with pytest.raises(LaunchError, match=r"repro-a was refused: 409(.|\n)*kubectl delete jobset"):
         cluster.api.create(gke.render(job("v6e:2x4")))
     handle.cancel()
     assert handle.status() == Status.CANCELLED
