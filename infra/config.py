@@ -3,11 +3,42 @@
 Nothing here changes what a run computes, so nothing here is part of a stage's identity.
 """
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from infra.section import Section
+
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+# What the clouds accept, so that a slip is met here and not after an image was built. Sources: OCI distribution
+# specification (references), Google Cloud "Creating and managing projects", "Bucket naming", Kubernetes "Object Names and IDs".
+SPELLINGS = {
+    "image": (
+        rf"({LABEL}(\.{LABEL})*(:\d+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+        r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
+        "an image name in small letters with a tag: REGION-docker.pkg.dev/PROJECT/repro/train:1",
+    ),
+    "project": (
+        r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]",
+        "a project id: 6 to 30 small letters, digits and '-'",
+    ),
+    "region": (r"[a-z]+-[a-z]+\d+", "a region such as us-east5 (a zone has one more letter)"),
+    "bucket": (
+        r"gs://[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9](/[^/\s?#\[\]*]+)*/?",
+        "of the form gs://bucket/path, without empty parts",
+    ),
+    "namespace": (LABEL, "a Kubernetes name: small letters, digits and '-', at most 63"),
+    "queue": (rf"{LABEL}(\.{LABEL})*", "a Kubernetes name: small letters, digits, '-' and '.'"),
+    "context": (r"[^\s'\"]+", "a context of the kubeconfig: `kubectl config get-contexts`"),
+}
+SERVICE_ACCOUNT = {
+    "gke": (
+        rf"{LABEL}(\.{LABEL})*",
+        "a Kubernetes service account, for instance `trainer`, not an e-mail address",
+    ),
+    "vertex": (r"[^@\s]+@[a-z0-9.-]+", "the e-mail address of a Google service account"),
+}
 
 
 class WatchConfig(Section):
@@ -51,8 +82,15 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "LaunchConfig":
-        if self.bucket and not self.bucket.startswith("gs://"):
-            raise ValueError(f"launch.bucket {self.bucket!r} is not of the form gs://bucket/path")
+        spellings = {**SPELLINGS}
+        if self.target in SERVICE_ACCOUNT:
+            spellings["service_account"] = SERVICE_ACCOUNT[self.target]
+        for field, (pattern, wanted) in spellings.items():
+            value = getattr(self, field)
+            if value and not re.fullmatch(pattern, value):
+                raise ValueError(f"launch.{field} {value!r} is not {wanted}")
+        if ".." in self.bucket.split("/"):
+            raise ValueError(f"launch.bucket {self.bucket!r} holds '..'")
         if self.queue and self.target == "vertex":
             raise ValueError("launch.queue is a Kueue queue; Vertex queues with launch.capacity=flex_start")
         return self

@@ -27,9 +27,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from infra.artifacts import write_json_atomic
-from infra.errors import LaunchError, LeaseError
+from infra.errors import LaunchError, LeaseError, RecipeError
 from infra.lease import Lease
 from infra.owner import owner_environment, start_time
+from infra.redact import redact
 from pipelines.artifacts import COPIES, COPIES_SHOWN_AS
 from pipelines.flows import healthy
 from pipelines.recipe import Recipe
@@ -63,6 +64,19 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65534:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65534 (the next one shows files)")
     return int(text)
+
+
+def require_cron(cron: str) -> None:
+    """Refuse a schedule that Prefect would refuse, before a server is started for it."""
+    from prefect.client.schemas.schedules import CronSchedule
+
+    try:
+        CronSchedule(cron=cron)
+    except ValueError:
+        raise RecipeError(
+            f"launch.watch.cron {cron!r} is no schedule",
+            "five fields, for instance '*/10 * * * *'; or '' for the interval",
+        ) from None
 
 
 def environment(home: Path, port: int, files_root: Path) -> dict[str, str]:
@@ -273,6 +287,8 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
         else args.run_dir
     )
     recipe = recipe_for(args.recipe, args.overrides, stored(run), run)
+    if recipe.launch.watch.cron:
+        require_cron(recipe.launch.watch.cron)
     files_root = run.resolve().parent if isinstance(run, Path) else Path("runs").resolve()
     files_root.mkdir(parents=True, exist_ok=True)
     named = bool(os.environ.get("PREFECT_API_URL"))  # by the person; otherwise the server is ours to start
@@ -287,7 +303,9 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
     files = serve_files(files_root, args.port + 1)
     try:
         if named and not healthy(api):
-            raise LaunchError(f"no Prefect server answers at {api}", "start it, or unset PREFECT_API_URL")
+            raise LaunchError(
+                f"no Prefect server answers at {redact(api)}", "start it, or unset PREFECT_API_URL"
+            )
         if not named:
             end_left_server(state)
             require_free(args.port)
@@ -312,9 +330,9 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
         )
         children.append(worker)
         worker.start()
-        ui = api.removesuffix("/api")
+        ui = redact(api.removesuffix("/api"))
         known = json.loads(state.read_text()) if state.exists() else {}
-        write_json_atomic(state, {**known, "ui": ui, "api": api, "pid": os.getpid(), "deployments": names})
+        write_json_atomic(state, {**known, "ui": ui, "pid": os.getpid(), "deployments": names})
         print(f"Prefect UI: {ui}\n{len(names)} deployments: {', '.join(names)}")
         print(
             f"report files: {env['REPRO_FILES_URL']}"
@@ -322,7 +340,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
             else f"port {args.port + 1} is taken: no report files"
         )
         print(
-            f"for the prefect command: export PREFECT_API_URL={api}\nCtrl-C ends server, worker and running flows",
+            f"for the prefect command: export PREFECT_API_URL={redact(api)}\nCtrl-C ends server, worker and running flows",
             flush=True,
         )
         _keep(children, stop, state)

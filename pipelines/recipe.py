@@ -18,6 +18,7 @@ from evals.config import EvalConfig, ParityConfig, ReferenceConfig
 from infra.artifacts import differences
 from infra.config import LaunchConfig
 from infra.errors import RecipeError
+from infra.redact import redact, why_secret
 from infra.section import Section
 from model.config import (
     HistoryConfig,
@@ -131,6 +132,7 @@ def override_tree(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 def validate(tree: dict[str, Any]) -> Recipe:
     """A Recipe from plain JSON values. Raises RecipeError with one line per wrong field."""
+    _no_secret(tree)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as e:
@@ -142,10 +144,28 @@ def validate(tree: dict[str, Any]) -> Recipe:
             elif error["type"] == "value_error":
                 lines.append(str(error["ctx"]["error"]))
             else:
-                lines.append(f"{where}: {error['msg']} (got {error['input']!r})"[:300])
+                lines.append(redact(f"{where}: {error['msg']} (got {error['input']!r})")[:300])
         raise RecipeError(
             "; ".join(lines), "`repro recipes NAME` prints every field with its value"
         ) from None
+
+
+def _no_secret(value: Any, where: str = "") -> None:
+    """Refuse a recipe that holds a credential: it is written down, shown and published with the report."""
+    if isinstance(value, str) and (why := why_secret(value)):
+        raise RecipeError(
+            f"{where} seems to hold a secret: {why}; a recipe is written down and shown",
+            "give credentials through the ordinary chain: environment variables, ~/.netrc, `gcloud auth application-default login`",
+        )
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    for key, v in inner:
+        _no_secret(v, f"{where}.{key}".lstrip("."))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

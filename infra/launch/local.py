@@ -23,6 +23,7 @@ from infra.errors import LaunchError
 from infra.launch.job import Status, failure, status_of
 from infra.lease import Lease
 from infra.owner import owner_environment
+from infra.redact import redact
 
 GRACE_SECONDS = 10.0
 AGAIN = "free disk space or mend what is named, then run the same command again"
@@ -50,7 +51,13 @@ def parse_flags(state_dir: Path) -> None:
 def _print_line(name: str, line: str) -> None:
     """What XManager calls for every line of a job."""
     if name not in _quiet_names:
-        print(f"[{name}] {line.rstrip()}", flush=True)
+        print(f"[{name}] {redact(line.rstrip())}", flush=True)
+
+
+def _log_line(path: str, line: str) -> None:
+    """What XManager calls to append a line to the log of a job."""
+    with open(path, "a") as log:
+        log.write(redact(line))
 
 
 def starting(state_dir: Path) -> Lease:
@@ -162,7 +169,7 @@ class LocalJob:
         from xmanager.xm_local import handles
 
         handles.BinaryHandle.log_dir = str(self.log.parent)
-        handles._print_chunk = _print_line
+        handles._print_chunk, handles._log_chunk = _print_line, _log_line
         if self._quiet:
             _quiet_names.add(self.log.stem)
         work_unit: Any = None

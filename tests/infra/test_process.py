@@ -153,3 +153,13 @@ def test_a_job_that_cannot_start_says_what_xmanager_does_not(tmp_path):
     last = done.stderr[done.stderr.rindex("LaunchError:") :]
     assert "could not be started" in last and "unable to open database file" in last
     assert "then run the same command again" in last
+
+
+def test_a_secret_that_a_job_prints_is_in_neither_its_log_nor_our_output(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", "correct-horse-battery")
+    (tmp_path / "leaky.py").write_text("import os; print('using', os.environ['HF_TOKEN'])")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    run_module("leaky", [], name="leaky", log_dir=tmp_path, state_dir=tmp_path / "xm")
+    assert (tmp_path / "leaky-1.log").read_text() == "using [removed]\n"
+    said = capfd.readouterr()
+    assert "using [removed]" in said.out and "battery" not in said.out + said.err
