@@ -11,7 +11,6 @@ them too, because the kernel tells children of their parent's death.
 import argparse
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import signal
@@ -21,20 +20,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from infra.artifacts import write_json_atomic
 from infra.errors import LaunchError, LeaseError, RecipeError
 from infra.lease import Lease
 from infra.owner import owner_environment, start_time
 from infra.redact import redact
-from pipelines.artifacts import COPIES, COPIES_SHOWN_AS
 from pipelines.flows import healthy
 from pipelines.recipe import Recipe
 from pipelines.run_recipe import recipe_for, stored
+from pipelines.serve_files import serve_files
 
 POOL = "repro"
 HOST = "127.0.0.1"
@@ -42,7 +39,6 @@ START_SECONDS = 120.0
 LOOK_SECONDS = 1.0
 SWEEP_SECONDS = 20.0
 GRACE_SECONDS = 20.0
-SHOWN = ("report", "logs")  # folders of a run that the file server gives out
 
 
 def register(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -204,92 +200,42 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def shown_file(root: Path, url_path: str) -> Path | None:
-    """The file or folder behind a URL path, if it lies in `report/` or `logs/` of a run below `root`; else None.
-
-    Judged is the unquoted path after symbolic links. Working copies of gs:// runs are shown as `bucket-runs/`.
-    """
-    parts = [p for p in unquote(urlsplit(url_path).path).split("/") if p]
-    if ".." in parts or any("\0" in p for p in parts):
-        return None
-    if parts[:1] == [COPIES_SHOWN_AS]:
-        parts[0] = COPIES
-    root = root.resolve()
-    path = root.joinpath(*parts).resolve()
-    for candidate in (path, (path / "index.html").resolve()):
-        if not candidate.is_relative_to(root):
-            return None
-        inside = candidate.relative_to(root).parts
-        runs = [
-            i
-            for i, p in enumerate(inside)
-            if p in SHOWN and (root.joinpath(*inside[:i], "recipe.json")).is_file()
-        ]
-        private = inside[1:] if inside[:1] == (COPIES,) else inside
-        if not runs or any(p.startswith(".") for p in private):
-            return None
-    return path
-
-
-class Files(SimpleHTTPRequestHandler):
-    """Report and logs of the runs, read-only, on this machine only. Only `logs/` is listed."""
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def send_head(self) -> Any:
-        if shown_file(Path(self.directory), self.path) is None:
-            self.send_error(404)
-            return None
-        return super().send_head()
-
-    def translate_path(self, path: str) -> str:
-        found = shown_file(Path(self.directory), path)
-        return str(found or Path(self.directory) / "nothing") + (
-            "/" if urlsplit(path).path.endswith("/") else ""
-        )
-
-    def list_directory(self, path: Any) -> Any:
-        if "logs" in Path(path).parts:
-            return super().list_directory(path)
-        self.send_error(404)
-        return None
-
-
-def serve_files(root: Path, port: int) -> ThreadingHTTPServer | None:
-    """Start the file server in a thread; None when its port is taken."""
-    try:
-        server = ThreadingHTTPServer((HOST, port), functools.partial(Files, directory=str(root)))
-    except OSError:
-        return None
-    threading.Thread(target=server.serve_forever, name="files", daemon=True).start()
-    return server
-
-
 def command(args: argparse.Namespace) -> int:
     """Run `repro serve`."""
     home = Path(".prefect")
     state = home / "serve.json"
-    try:
-        with Lease(home / "serve.lease", "repro serve"):
-            return _serve(args, home, state)
-    except LeaseError:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            print(f"already running: {json.loads(state.read_text())['ui']}")
-            return 0
-        raise
+    remote = str(args.run_dir).startswith("gs://")
+    run = args.run_dir if remote else Path(args.run_dir or f"runs/{args.recipe}").resolve()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(Lease(home / "serve.lease", "repro serve"))
+        except LeaseError:
+            if not state.exists():
+                raise
+            return _already(state, str(run))
+        return _serve(args, home, state, run)
 
 
-def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
-    run = (
-        Path(args.run_dir or f"runs/{args.recipe}")
-        if not str(args.run_dir).startswith("gs://")
-        else args.run_dir
-    )
+def _already(state: Path, run: str) -> int:
+    """The answer of a second `repro serve` in a directory. Raises LaunchError if the first one serves another run."""
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(state.read_text())
+    at = known.get("ui") or "it is still starting, its own window will show the address"
+    if known.get("run", run) != run:
+        raise LaunchError(
+            f"{known['run']} is already served from this directory ({at}), by process {known.get('pid')}",
+            f"end that one first: Ctrl-C, or `kill {known.get('pid')}`; or start from another directory, with another --port",
+        )
+    print(f"already running: {at}")
+    return 0
+
+
+def _serve(args: argparse.Namespace, home: Path, state: Path, run: Path | str) -> int:
     recipe = recipe_for(args.recipe, args.overrides, stored(run), run)
     if recipe.launch.watch.cron:
         require_cron(recipe.launch.watch.cron)
-    files_root = run.resolve().parent if isinstance(run, Path) else Path("runs").resolve()
+    files_root = run.parent if isinstance(run, Path) else Path("runs").resolve()
     files_root.mkdir(parents=True, exist_ok=True)
     named = bool(os.environ.get("PREFECT_API_URL"))  # by the person; otherwise the server is ours to start
     env = environment(home, args.port, files_root)
@@ -300,15 +246,17 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     python = [sys.executable, "-m", "prefect"]
-    files = serve_files(files_root, args.port + 1)
+    files = serve_files(files_root, HOST, args.port + 1)
     try:
-        if named and not healthy(api):
-            raise LaunchError(
-                f"no Prefect server answers at {redact(api)}", "start it, or unset PREFECT_API_URL"
-            )
         if not named:
             end_left_server(state)
             require_free(args.port)
+        elif not healthy(api):
+            raise LaunchError(
+                f"no Prefect server answers at {redact(api)}", "start it, or unset PREFECT_API_URL"
+            )
+        write_json_atomic(state, {"run": str(run), "pid": os.getpid()})
+        if not named:
             server = Child(
                 "server",
                 [*python, "server", "start", "--host", HOST, "--port", str(args.port)],
@@ -332,7 +280,7 @@ def _serve(args: argparse.Namespace, home: Path, state: Path) -> int:
         worker.start()
         ui = redact(api.removesuffix("/api"))
         known = json.loads(state.read_text()) if state.exists() else {}
-        write_json_atomic(state, {**known, "ui": ui, "pid": os.getpid(), "deployments": names})
+        write_json_atomic(state, {**known, "ui": ui, "deployments": names})
         print(f"Prefect UI: {ui}\n{len(names)} deployments: {', '.join(names)}")
         print(
             f"report files: {env['REPRO_FILES_URL']}"
@@ -372,14 +320,13 @@ def _register(args: argparse.Namespace, recipe: Recipe, run: Path | str) -> list
     """Deployments with this recipe and run as defaults; the schedule is the recipe's."""
     from pipelines import deployments
 
-    where = str(run.resolve()) if isinstance(run, Path) else run
     watch = recipe.launch.watch
     schedule: dict[str, Any] = {"cron": watch.cron} if watch.cron else {"interval": watch.interval_seconds}
     deployments.work_pool(POOL, args.limit)
     swept = deployments.sweep(Path(".prefect"))
     if swept:
         print(f"marked as crashed, their processes are gone: {', '.join(swept)}")
-    defaults = {"recipe": recipe.name, "run_dir": where, "overrides": list(args.overrides)}
+    defaults = {"recipe": recipe.name, "run_dir": str(run), "overrides": list(args.overrides)}
     return deployments.register(POOL, Path.cwd(), defaults, schedule)
 
 

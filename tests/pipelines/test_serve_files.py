@@ -12,10 +12,12 @@ import pytest
 
 from infra.artifacts import write_json_atomic
 from infra.errors import LaunchError
+from infra.lease import Lease
 from infra.owner import start_time
 from pipelines import artifacts
 from pipelines.cli import main
-from pipelines.cli_serve import end_left_server, environment, require_free, serve_files
+from pipelines.cli_serve import end_left_server, environment, require_free
+from pipelines.serve_files import serve_files
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def get(root):
-    server = serve_files(root, 0)
+    server = serve_files(root, "127.0.0.1", 0)
 
     def status(path):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
@@ -110,3 +112,21 @@ def test_impossible_numbers_are_refused(flags, capsys):
 def test_a_slash_at_the_end_of_the_api_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api/")
     assert environment(tmp_path, 4200, tmp_path)["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
+
+
+def test_a_second_serve_is_told_of_the_first_and_another_run_is_not_taken_for_it(
+    tmp_path, monkeypatch, capfd
+):
+    """Also while the first is still starting: then it has no address yet."""
+    monkeypatch.chdir(tmp_path)
+    state = tmp_path / ".prefect" / "serve.json"
+    again = ["serve", "tiny", "--run-dir", "runs/a"]
+    with Lease(tmp_path / ".prefect" / "serve.lease", "repro serve"):
+        assert main(again) == 2 and "in use by repro serve" in capfd.readouterr().err
+        state.write_text(json.dumps({"run": str(tmp_path / "runs" / "a"), "pid": 77}))
+        assert main(again) == 0 and "already running: it is still starting" in capfd.readouterr().out
+        state.write_text(json.dumps({"run": str(tmp_path / "runs" / "a"), "pid": 77, "ui": "http://x:1"}))
+        assert main(again) == 0 and capfd.readouterr().out == "already running: http://x:1\n"
+        assert main(["serve", "tiny", "--run-dir", "runs/b"]) == 2
+        said = capfd.readouterr().err
+        assert "runs/a is already served" in said and "http://x:1" in said and "kill 77" in said
