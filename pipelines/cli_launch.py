@@ -11,6 +11,7 @@ and batch are those of the run's own recipe.json; the command line may change th
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,14 +65,15 @@ def command(args: argparse.Namespace) -> int:
     """Run `repro launch`; returns the exit status."""
     from infra.launch import targets
     from infra.mirror import working_copy
+    from pipelines.remote import is_remote, local_run
     from pipelines.run_recipe import recipe_for, stored
 
-    remote = str(args.run_dir).startswith("gs://")
+    remote = is_remote(args.run_dir)
     run = working_copy(args.run_dir) if remote else Path(args.run_dir or f"runs/{args.recipe}")
     overrides = [*args.overrides, *([f"launch.target={args.target}"] if args.target else [])]
     recipe = recipe_for(args.recipe, overrides, stored(run), run)
     bucket = str(args.run_dir) if remote else recipe.launch.bucket
-    if not args.dry_run and recipe.launch.target != "local" and bucket:
+    if not args.dry_run and bucket and (remote or recipe.launch.target != "local"):
         recipe = recipe_for(args.recipe, overrides, stored(bucket), bucket)
     cfg = recipe.launch
     where = str(run) if cfg.target == "local" else bucket
@@ -86,8 +88,10 @@ def command(args: argparse.Namespace) -> int:
         print("\n".join(f"  {line}" for line in targets.explain(job, cfg)))
         print("\nby hand:\n" + "\n".join(f"  {line}" for line in targets.by_hand(job, cfg, out)))
         return 0
-    _can_train(where)
-    return _until_done(job, cfg, recipe, run, bucket)
+    _can_train(bucket if remote else where)
+    mirrored = local_run(args.run_dir, "repro launch") if remote and cfg.target == "local" else nullcontext()
+    with mirrored:
+        return _until_done(job, cfg, recipe, run, bucket)
 
 
 def _can_train(where: str) -> None:

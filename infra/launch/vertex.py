@@ -59,8 +59,8 @@ def render(job: Job, project: str, region: str) -> Any:
     """The CustomJob proto, exactly what is sent."""
     from google.cloud import aiplatform_v1 as aip
 
-    require_place(project, region)
     machine = machine_type(job)
+    require_place(project, region)
     slice_ = require(job, "vertex")
     env = [{"name": k, "value": v} for k, v in environment(job).items()]
     whole = command(job)

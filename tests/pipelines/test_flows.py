@@ -102,7 +102,7 @@ def test_p8_a_local_launch_needs_no_docker_and_its_failure_is_told(tmp_path, mon
         (
             "olmo3_190m",
             "vertex",
-            ["launch.topology=v6e:2x2", "launch.project=p", "launch.region=us-east5"],
+            ["launch.topology=v6e:2x2", "launch.project=my-project", "launch.region=us-east5"],
             "CustomJob",
         ),
         ("tiny", "local", [], "a process on this machine"),
